@@ -46,7 +46,7 @@ class LLM(BaseLLM):
     tokenizer : path, optional
         Folder of the tokenizer, for checkpoints that come without one.
     **build_options
-        Further options of `kvseek build` by their names: preset, max_input_len, prefill_chunk_tokens, kernels,
+        Further options of `kvseek build` by their names: preset, text_only, max_input_len, prefill_chunk_tokens, kernels,
         weight_only_precision, weight_group, quantize_lm_head, runtime, cuda_archs; prefill_attention, prefill_precision;
         method_config, cache, tensorrt and block_sparse are dictionaries, such as ``method_config={"top_k": 200}``
         for ``--nested.top_k 200``.

@@ -12,7 +12,7 @@ normalised and multiplied with silu(z). As transformers' Qwen3NextGatedDeltaNet,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kvseek.core.config import DeltaNetConfig
 
 LENGTH_EPSILON = 1e-6  # of a query's and a key's squared length
+# Blocks that a device solves at once, always as many: a library may choose another order of sums for another number.
+GROUPS = {"cpu": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def delta_step(qkvz: Tensor, ba: Tensor, batch: Requests, parameters: DeltaParam
         strength, decay = _gates(ba[request, None], parameters)
         state *= decay[0].exp()[:, None, None]
         change = strength[0, :, None] * (v[0] - torch.bmm(k[0, :, None], state)[:, 0])
-        state.baddbmm_(k[0, :, :, None], change[:, None])
+        state.addcmul_(k[0, :, :, None], change[:, None])
         out.append(torch.bmm(q[0, :, None], state).view(1, -1))
     return _gated(torch.cat(out), qkvz[:, config.channels :], parameters)
 
@@ -157,18 +159,20 @@ def read_prompts(
     latest = [joined[at + count : at + count + kernel - 1] for at, count in zip(firsts, counts, strict=True)]
     own = [mixed[at : at + count] for at, count in zip(firsts, counts, strict=True)]
     parts = [_blocks(part, counts) for part in (*_heads(torch.cat(own), config), *gates)]
-    out, read, block = [], list[DeltaPrompt](), 0
-    solved = _Solved.join([_solve(*(part[at : at + size] for part in parts)) for at, size in _groups(parts[0])])
-    for prompt, count, end in zip(prompts, counts, latest, strict=True):
-        state = prompt.recurrent
-        each, last = [], block + -(-count // BLOCK)
-        for number in range(block, last):
-            one, state = solved.advance(number, state)
-            each.append(one)
-        out.append(torch.cat(each, dim=1).transpose(0, 1)[:count])
-        read.append(replace(prompt, tokens=prompt.tokens + count, latest=end.clone(), recurrent=state))
-        block = last
-    return _gated(torch.cat(out).flatten(1), qkvz[:, config.channels :], parameters), read
+    each = [-(-count // BLOCK) for count in counts]
+    owners = [number for number, blocks in enumerate(each) for _ in range(blocks)]
+    states, size = [prompt.recurrent for prompt in prompts], GROUPS[qkvz.device.type]
+    groups = [
+        _solve(*(_filled_up(part[at : at + size], size) for part in parts)).advance(owners[at : at + size], states)
+        for at in range(0, len(owners), size)
+    ]
+    rows = torch.cat(groups).transpose(1, 2).flatten(2)  # [blocks, BLOCK, values]
+    out = [part.flatten(0, 1)[:count] for part, count in zip(torch.split(rows, each), counts, strict=True)]
+    read = [
+        DeltaPrompt(prompt.tokens + count, end.clone(), state)
+        for prompt, count, end, state in zip(prompts, counts, latest, states, strict=True)
+    ]
+    return _gated(torch.cat(out), qkvz[:, config.channels :], parameters), read
 
 
 def _convolve(inputs: Tensor, parameters: DeltaParameters) -> Tensor:
@@ -218,13 +222,10 @@ def _blocks(part: Tensor, counts: Sequence[int]) -> Tensor:
     return joined.view(-1, BLOCK, *joined.shape[1:]).transpose(1, 2)
 
 
-def _groups(part: Tensor) -> list[tuple[int, int]]:
-    """Cut blocks into groups that are solved at once, each its first block and size."""
-    size = GROUP if part.is_cuda else 1
-    return [(at, size) for at in range(0, part.shape[0], size)]
-
-
-GROUP = 8  # blocks that a GPU solves at once, always as many: a library may choose other sums for other numbers
+def _filled_up(part: Tensor, size: int) -> Tensor:
+    """Put blocks of zeros behind those of the last group."""
+    missing = size - part.shape[0]
+    return torch.cat((part, part.new_zeros(missing, *part.shape[1:]))) if missing else part
 
 
 @dataclass(frozen=True)
@@ -252,18 +253,20 @@ class _Solved:
     scores: Tensor
     decay: Tensor
 
-    @classmethod
-    def join(cls, groups: Sequence[_Solved]) -> _Solved:
-        if len(groups) == 1:
-            return groups[0]
-        names = cls.__dataclass_fields__
-        return cls(**{name: torch.cat([getattr(one, name) for one in groups]) for name in names})
+    def advance(self, owners: Sequence[int], states: list[Tensor]) -> Tensor:
+        """Compute the outputs [blocks, heads, BLOCK, value channels], and advance `states` in the list.
 
-    def advance(self, block: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the outputs [heads, BLOCK, value channels] of a block and the state behind it, from that before it."""
-        written = torch.baddbmm(self.values[block], self.found[block], state, alpha=-1)
-        out = torch.baddbmm(torch.bmm(self.scores[block], written), self.queries[block], state)
-        return out, torch.baddbmm(state * self.decay[block], self.keys[block].transpose(1, 2), written)
+        `owners` are the numbers of the states of the first blocks; blocks behind them only fill up a group.
+        """
+        before, written = list[Tensor](), list[Tensor]()
+        for block, owner in enumerate(owners):
+            state = states[owner]
+            before.append(state)
+            written.append(torch.baddbmm(self.values[block], self.found[block], state, alpha=-1))
+            states[owner] = torch.baddbmm(state * self.decay[block], self.keys[block].transpose(1, 2), written[block])
+        missing = self.values.shape[0] - len(owners)
+        joined, found = torch.stack(before + before[:1] * missing), torch.stack(written + written[:1] * missing)
+        return (self.scores @ found + self.queries @ joined)[: len(owners)]
 
 
 def _solve(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, decay: Tensor) -> _Solved:
@@ -271,10 +274,6 @@ def _solve(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, decay: Tensor) -> 
 
     With L the strictly lower triangle of β k kᵀ, decayed, the writes w are those of (1 + L) w = β (v − decayed k S).
     """
-    blocks = q.shape[0]
-    if q.is_cuda and blocks < GROUP:
-        fill = [F.pad(part, (0,) * (2 * part.dim() - 1) + (GROUP - blocks,)) for part in (q, k, v, strength, decay)]
-        return _solve(*fill)
     since = decay.cumsum(dim=-1)  # of the block's begin
     between = since[..., :, None] - since[..., None, :]
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu(1)

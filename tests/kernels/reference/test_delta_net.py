@@ -10,7 +10,7 @@ from tests.gpu.kernels.layer.test_delta_net import CONFIGS, check_cuts, draw
 
 from kvseek.core.batch import Batch, RequestState
 from kvseek.core.config import DeltaNetConfig
-from kvseek.kernels.reference.delta_net import DeltaPrompt, delta_step, read_prompts
+from kvseek.kernels.reference.delta_net import GROUPS, DeltaPrompt, delta_step, read_prompts
 
 
 @pytest.mark.parametrize("decay", [-30.0, -1.0, 3.0], ids=["keeps all", "as models", "forgets at once"])
@@ -45,6 +45,10 @@ def test_a_prompt_is_as_many_steps(config: DeltaNetConfig, decay: float) -> None
     assert torch.equal(again.recurrent, end.recurrent)
 
 
+@pytest.mark.parametrize("group", [1, 8], ids=["as on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_prompt_does_not_depend_on_others_or_on_how_it_is_cut(config: DeltaNetConfig) -> None:
+def test_a_prompt_does_not_depend_on_others_or_on_how_it_is_cut(
+    config: DeltaNetConfig, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(GROUPS, "cpu", group)
     check_cuts(config, "cpu")
