@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.builder.checkpoints.test_model_config import QWEN_35_27B
 from tests.conftest import ROOT
 from tests.plugins.cases import ON_GPU
 from tests.support.random_models import SHAPE, save_random_model
@@ -215,6 +216,22 @@ def test_numbers_of_llama(llama: Path) -> None:
     parts = ("weights", "windows", "index_of_tokens", "index_of_slots", "work_space", "device_rows")
     assert sum(engine[part] for part in parts) == engine["device_total"]
     assert engine["work_space"] == sizes["work_space"]
+
+
+def test_numbers_of_a_hybrid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """16 of 64 layers have rows; each slot has the states of the others, and later requests go on from copies of these."""
+    model = save(tmp_path / "Qwen3.5-27B", QWEN_35_27B)
+    flags = arguments(model, "--dtype", "bfloat16", "--max_seq_len", "131072", method="nested")
+    plan = document(flags)
+    assert plan["layers_with_rows"] == 16
+    assert plan["bytes"]["rows_per_token"] == 16 * 4 * 2 * 256 * 2
+    states = 48 * (48 * 128 * 128 * 4 + 4 * (2 * 16 + 48) * 128 * 2)
+    assert plan["bytes"]["window_per_slot"] == 16 * 4 * 576 * 2 * 256 * 2 + states
+    capsys.readouterr()
+    assert build.main(flags) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "qwen3_5, 64 layers (16 with rows), 24 query and 4 KV heads of 256 channels" in told
+    assert "States that are kept for later requests take up to 4.00 GiB of host memory besides." in told
 
 
 def test_contexts_end_with_the_models_reach(small: Path, llama: Path) -> None:

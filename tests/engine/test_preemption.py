@@ -139,7 +139,7 @@ def test_answers_do_not_tell_of_preemptions(name: str, make: Make) -> None:
             assert resumed, "nothing is computed again where all rows are kept"
 
 
-@pytest.mark.parametrize("name", ["full", "nested", "prkv"])
+@pytest.mark.parametrize("name", ["full", "nested", "prkv", HYBRID])
 def test_answers_that_come_whole_do_not_tell_of_preemptions(
     name: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
