@@ -78,6 +78,7 @@ class States:
         self.layers = [DeltaStates(*one) for one in zip(conv, recurrent, strict=True)]
         self.made: dict[int, dict[int, Snapshot]] = {}
         self._every = config.cache.reuse_state_tokens
+        self._prompts: dict[int, int] = {}  # tokens of each slot's prompt
         one = conv[:, 0, 1:].nbytes + recurrent[:, 0].nbytes
         self._most = 0 if config.cache.reuse is False else config.cache.reuse_state_bytes // one
 
@@ -87,14 +88,18 @@ class States:
         That is after each multiple of reuse_state_tokens, and after the last whole block, from which a prompt that continues this
         one goes on. If they do not all fit, the last ones are made.
         """
+        self._prompts[slot] = tokens
         places = {*range(self._every, tokens + 1, self._every), tokens // STATE_BLOCK * STATE_BLOCK}
         wanted = sorted(place for place in places if place > first)[-self._most :] if self._most else []
         self.made[slot] = {place: Snapshot(place) for place in wanted}
         return self.made[slot]
 
     def take(self, slot: int, tokens: int) -> None:
-        """Make a snapshot of a slot, which has so many tokens."""
-        if self._most:
+        """Make a snapshot of a slot, which has so many tokens, if steps have brought some of them.
+
+        After a prompt's own tokens alone, that after its last whole block does: from there on others compute the same to the bit.
+        """
+        if self._most and tokens > self._prompts.get(slot, tokens):
             snapshot = self.made.setdefault(slot, {})[tokens] = Snapshot(tokens)
             for states in self.layers:
                 snapshot.write(DeltaPrompt.of_slot(states, slot, tokens))
@@ -102,3 +107,4 @@ class States:
     def close(self, slot: int) -> None:
         """Forget the snapshots of a slot, but for those that somebody has."""
         self.made.pop(slot, None)
+        self._prompts.pop(slot, None)
