@@ -209,7 +209,8 @@ def make_choices(
     sampling = body.sampling(tokenizer, top)
     session = body.session
     ends, streaming = body.end_ids(config), bool(body.stream)
-    conversation = partial(tokenizer.encode_conversation, salt=tenant.salt(body.cache_salt))
+    salt = tenant.salt(body.cache_salt)
+    conversation = partial(tokenizer.encode_conversation, salt=salt, max_tokens=config.max_input_len)
     prompts = body.prompts(tokenizer, config, forms, conversation)
     tokens, count = sum(len(prompt.ids) for prompt in prompts), len(prompts) * body.choices
     require(
@@ -232,7 +233,7 @@ def make_choices(
             end_ids=ends,
             priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
             timeout_seconds=body.timeout,
-            cache_salt=tenant.salt(body.cache_salt),
+            cache_salt=salt,
             session=session,
             max_tokens_by_default=body.limit_field is None,
         )
