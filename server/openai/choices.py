@@ -25,7 +25,7 @@ from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.translation import with_own_seeds
 
 from .answers import AnswerForm, AnswerForms
-from .bodies import FORMAT, MAX_CHOICES, Body
+from .bodies import FORMAT, MAX_CHOICES, Body, ChatBody
 from .fields import TOO_LONG, FieldError, is_absent, openai_error, require
 from .tool_formats import ARGUMENTS, CALL, CONTENT, REASONING, Part
 
@@ -257,8 +257,8 @@ def _guide_names(body: Body, form: AnswerForm) -> dict[str, str]:
     field = FORMAT
     if form.tools is not None:
         field = "tools"
-    elif is_absent(body.response_format):
-        field = "thinking_token_budget"
+    elif is_absent(body.response_format) and isinstance(body, ChatBody):
+        field = "reasoning_effort" if body.thinking_token_budget is None else "thinking_token_budget"
     return {"guided_decoding_guide": field, "guided_decoding_guide_type": field}
 
 

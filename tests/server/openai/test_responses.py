@@ -293,7 +293,7 @@ RETURNED = {"type": "function_call_output", "call_id": "c", "output": "x"}
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "an object"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "text.format.type: Invalid enum value"),
         ({"text": {"verbosity": "low"}}, "text", "text.verbosity: Invalid enum value 'low'"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "can only be switched off"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort", "must be none, minimal, low"),
         ({"reasoning": {"summary": "long"}}, "reasoning", "reasoning.summary: Invalid enum value"),
         ({"include": ["file_search_call.results"]}, "include", "include[0]: Invalid enum value"),
         ({"metadata": {"a": "x" * 513}}, "metadata", "of length <= 512"),
