@@ -86,7 +86,8 @@ class Choice:
     - `token_ids`: new tokens, if they are asked for, and `prompt_ids` with the first piece;
     - `count`: tokens generated so far, and `reasoning`, those of them that are thinking; None: the model does not think;
     - `reused`: tokens of the prompt that were not read, because an earlier prompt began alike;
-    - `finish_reason`: "stop", "tool_calls" or "length" with the last piece, else None; `stop`: the stop text that ended it.
+    - `finish_reason`: "stop", "tool_calls" or "length" with the last piece, else None; `timed_out`: whether the time limit cut
+      it off; `stop`: the stop text that ended it.
 
     If the client does not want a stream, there is one piece, at the end.
     """
@@ -152,6 +153,7 @@ class Choice:
                 "reasoning": self._reasoning(reason),
                 "reused": 0 if new.statistics is None else new.statistics.reused_tokens,
                 "finish_reason": None if reason is None else self._reason(reason),
+                "timed_out": reason is FinishReason.TIMEOUT,
                 "stop": new.stop_word,
             }
             self._tokens, new.selected_rows, self._prompt = [], [], None
@@ -416,6 +418,9 @@ class Reply:
     def failed(error: Exception) -> tuple[int, bytes]:
         """Write the last event of a stream that fails, and the status that a whole answer would have."""
         return openai_error(error)
+
+    def release(self) -> None:
+        """Do nothing, as nothing of the answer is counted."""
 
     def _event(self, index: int, own: Json, piece: Piece | None = None, reason: str | None = None) -> bytes:
         choice = msgspec.json.encode(self._choice(index, own, piece, reason))
