@@ -208,7 +208,8 @@ __device__ __forceinline__ void down(const ExpertDownArguments& a) {
     const int* pairs = static_cast<const int*>(a.pairs);
     const int count = (a.intermediate + S::BLOCK - 1) / S::BLOCK, tile = blockIdx.x * OUTPUTS;
     if (warp < a.slot_count * PARTS && slots[warp / PARTS] >= 0) {  // what the warp will read first
-        const LinearArguments own = matrix<S>(a.weight, a.scale, slots[warp / PARTS], a.hidden, a.hidden, a.intermediate);
+        const LinearArguments own =
+            matrix<S>(a.weight, a.scale, slots[warp / PARTS], a.hidden, a.hidden, a.intermediate);
         const char* weight = static_cast<const char*>(own.weight);
         for (int i = lane; i < OUTPUTS * ((count - warp % PARTS + PARTS - 1) / PARTS); i += 32) {
             const int output = tile + i % OUTPUTS, block = i / OUTPUTS * PARTS + warp % PARTS;
@@ -256,20 +257,20 @@ __device__ __forceinline__ void down(const ExpertDownArguments& a) {
 }  // namespace kvseek
 
 // With fewer warps there is room for more products.
-#define KVSEEK_EXPERT_DOWN(NAME, FORMAT, SPLIT)                                                 \
-    extern "C" __global__ void __launch_bounds__(SPLIT * 32, 1)                                 \
-        kvseek_##NAME##_down_##SPLIT(const __grid_constant__ kvseek::ExpertDownArguments a) {   \
-        using namespace kvseek::products;                                                       \
-        experts::down<experts::ShapeOf<FORMAT, SPLIT, false>>(a);                               \
+#define KVSEEK_EXPERT_DOWN(NAME, FORMAT, SPLIT)                                               \
+    extern "C" __global__ void __launch_bounds__(SPLIT * 32, 1)                               \
+        kvseek_##NAME##_down_##SPLIT(const __grid_constant__ kvseek::ExpertDownArguments a) { \
+        using namespace kvseek::products;                                                     \
+        experts::down<experts::ShapeOf<FORMAT, SPLIT, false>>(a);                             \
     }
-#define KVSEEK_EXPERT(NAME, FORMAT)                                                             \
-    extern "C" __global__ void __launch_bounds__(128, 8)                                        \
-        kvseek_##NAME##_gate_up(const __grid_constant__ kvseek::ExpertGateUpArguments a) {      \
-        using namespace kvseek::products;                                                       \
-        experts::gate_up<experts::ShapeOf<FORMAT, 4, true>>(a);                                 \
-    }                                                                                           \
-    KVSEEK_EXPERT_DOWN(NAME, FORMAT, 16)                                                        \
-    KVSEEK_EXPERT_DOWN(NAME, FORMAT, 8)                                                         \
+#define KVSEEK_EXPERT(NAME, FORMAT)                                                        \
+    extern "C" __global__ void __launch_bounds__(128, 8)                                   \
+        kvseek_##NAME##_gate_up(const __grid_constant__ kvseek::ExpertGateUpArguments a) { \
+        using namespace kvseek::products;                                                  \
+        experts::gate_up<experts::ShapeOf<FORMAT, 4, true>>(a);                            \
+    }                                                                                      \
+    KVSEEK_EXPERT_DOWN(NAME, FORMAT, 16)                                                   \
+    KVSEEK_EXPERT_DOWN(NAME, FORMAT, 8)                                                    \
     KVSEEK_EXPERT_DOWN(NAME, FORMAT, 4)
 
 KVSEEK_EXPERT(expert, Layers)
