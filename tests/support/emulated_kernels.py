@@ -101,13 +101,18 @@ def emulated_delta_net(dtype: str) -> EmulatedKernels:
 @cache
 def emulated_experts(dtype: str, precision: str, asymmetric: bool = False) -> EmulatedKernels:
     """Compile the kernels of mixtures of experts."""
-    launched = dict[str, str]()
-    for name in ("kvseek_expert", *(("kvseek_asymmetric_expert",) if asymmetric else ())):
-        launched[f"{name}_gate_up"] = "kvseek::ExpertGateUpArguments"
-        launched |= dict.fromkeys((f"{name}_down_{warps}" for warps in DOWN_WARPS), "kvseek::ExpertDownArguments")
     with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
         unit = Specialisation(dtype, 64, 1, "", weight_only_precision=precision, asymmetric=asymmetric, experts=True)
-        return EmulatedKernels(_compile(unit, EXPERTS, folder, EXPERTS[:1], launched))
+        return EmulatedKernels(_compile(unit, EXPERTS, folder, EXPERTS[:1], expert_kernels(asymmetric)))
+
+
+def expert_kernels(asymmetric: bool) -> dict[str, str]:
+    """Kernels that the macros of experts.cuh make, and the structs that they take."""
+    found = dict[str, str]()
+    for name in ("kvseek_expert", *(("kvseek_asymmetric_expert",) if asymmetric else ())):
+        found[f"{name}_gate_up"] = "kvseek::ExpertGateUpArguments"
+        found |= dict.fromkeys((f"{name}_down_{warps}" for warps in DOWN_WARPS), "kvseek::ExpertDownArguments")
+    return found
 
 
 @cache
