@@ -290,6 +290,15 @@ class Retrieval:
         """Make a recorder of a step; None if nobody wants to know what it selects."""
         return RowRecorder(states, attended, wanted, self.cache.config.sink, together=together) if wanted else None
 
+    def accept(self, slots: Sequence[int], surplus: Sequence[int]) -> None:
+        """End a step of several tokens a slot: take back the last ones, so many of each slot, before `end_step`.
+
+        None of them may have made others leave the window (Cache.room_in_ring).
+        """
+        for slot, count in zip(slots, surplus, strict=True):
+            self.cache.tokens[slot] -= count
+        self.end_step(slots)
+
     def end_step(self, slots: Sequence[int]) -> None:
         """Start the evictions that may run beside the step, which has been launched, and do the upkeep that is due."""
         self.cache.end_step(slots, self.indexes)

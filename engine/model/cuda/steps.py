@@ -17,7 +17,7 @@ from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for, pack
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.rope import Rotation
 from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
-from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, draw_once, sampled
+from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, Verification, draw_once, sampled
 from kvseek.engine.model.decoder import Decoder, PromptModel
 from kvseek.engine.model.layer import WeightsModel
 from kvseek.engine.retrieval import Retrieval
@@ -240,6 +240,35 @@ class GraphDecoder(Decoder):
                 return drawn
 
         return Launched(attended, collect, selected)
+
+    @property
+    def most_rows(self) -> int:
+        return self.buckets[-1]
+
+    @torch.inference_mode()
+    def verify(self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY) -> Verification:
+        """See Decoder. Greedy tokens of all rows are copied at once; the host waits for each draw at random."""
+        with wait_on_error(self._device):
+            step = self.step(bucket_of(len(slots)))
+            states, attended = self.retrieval.begin_step(tokens, slots)
+            recorder = self.retrieval.recorder_of(states, attended, wanted, together=True)
+            step.load(states)
+            with self.retrieval.recording(recorder):
+                result = step.launch(replays=recorder is None)
+            selected: RowsBySlot = dict if recorder is None else recorder.begin()
+            copies, made = HostCopy([result.tokens]), list[int]()
+
+        @torch.inference_mode()
+        def draw(rows: Sequence[int], samplers: Sequence[Sampler | None]) -> list[Drawn | int]:
+            with wait_on_error(self._device):
+                numbers, drawing = sampled(samplers)
+                own = [rows[number] for number in numbers]
+                others = iter(draw_once(self._sampling, result.logits, own, drawing) if own else ())
+                if not made:
+                    made.extend(copies.wait()[0].tolist())
+            return [made[row] if s is None else next(others) for row, s in zip(rows, samplers, strict=True)]
+
+        return Verification(attended, draw, selected)
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
