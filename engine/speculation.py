@@ -39,10 +39,12 @@ MOST_DRAFTED = 7  # tokens of a draft: eight rows of a request are a small batch
 NGRAMS = (4, 3, 2)  # tokens that have to agree with an earlier place, the most first: the longest match wins
 FACTORS = (0x2545F491, 0x1B873593, 0x5BD1E995, 0x38B34AE5)  # odd numbers, of the sum that places an n-gram in its table
 SPARE_PLACES = 4096  # of a table, for the output
-CHANCES = 0.25, 0.5  # of the first token behind a new match, and of the next ones, before anything is known
+# Chance that a prediction comes true, before anything is known: of the first token of a match, and of one behind 1, 2 to 3, 4 to
+# 7 and more tokens that it has predicted.
+CHANCES = (0.25, 0.5, 0.7, 0.85, 0.95)
 MEMORY = 8  # tokens over which a chance is averaged
 SAMPLES = 5  # times of steps of a number of rows; the shortest counts, as disturbances only lengthen
-MOST_AGE = 256  # steps after which the oldest time of each number of rows is forgotten
+MOST_AGE = 32  # steps after which the oldest time of each number of rows is forgotten
 DEAREST_ROW = 0.25  # of the time of a step, for numbers of rows that have not been tried
 
 
@@ -73,6 +75,15 @@ class Speculation:
         require(1 <= count <= MOST_DRAFTED, "num_speculative_tokens", count, limit, f"{MOST_DRAFTED} is the default")
 
 
+def read_speculation(method: str | None, num_speculative_tokens: int | None = None) -> Speculation | None:
+    """Make of two settings how an engine speculates; None: not at all. Raises ConfigError."""
+    if method is None:
+        name, count, limit = "num_speculative_tokens", num_speculative_tokens, "left out without speculation"
+        require(count is None, name, count, limit, "give that too")
+        return None
+    return Speculation(method, MOST_DRAFTED if num_speculative_tokens is None else num_speculative_tokens)
+
+
 def check_speculation(config: EngineConfig, speculation: Speculation | None) -> None:
     """Raise ConfigError if an engine cannot speculate as it is asked to."""
     if speculation is None:
@@ -101,18 +112,20 @@ class Drafter(Protocol):
 
 
 class Guesses:
-    """Counts how often a drafter's predictions come true, and makes chances of that."""
+    """Counts how often a drafter's predictions come true, and makes chances of that.
+
+    The more tokens a match has predicted in a row, the likelier is the next one: each number of tokens, up to a power of two,
+    has a chance of its own.
+    """
 
     def __init__(self) -> None:
-        self._first, self._next = CHANCES
+        self._chances = list(CHANCES)
         self._run = 0  # tokens that the present match has predicted
 
     def count(self, right: bool) -> None:
         """Take note of whether the token that was predicted has come."""
-        if self._run:
-            self._next += (right - self._next) / MEMORY
-        else:
-            self._first += (right - self._first) / MEMORY
+        group = self._group(self._run)
+        self._chances[group] += (right - self._chances[group]) / MEMORY
         self._run = self._run + 1 if right else 0
 
     def begin(self) -> None:
@@ -121,8 +134,14 @@ class Guesses:
 
     def chances(self, count: int) -> list[float]:
         """Return the chance that the next 1, 2, ... `count` predictions all come true."""
-        first = self._next if self._run else self._first
-        return [first * self._next**number for number in range(count)]
+        found, chance = list[float](), 1.0
+        for run in range(self._run, self._run + count):
+            chance *= self._chances[self._group(run)]
+            found.append(chance)
+        return found
+
+    def _group(self, run: int) -> int:
+        return min(run.bit_length(), len(CHANCES) - 1)
 
 
 class NgramDrafter:
