@@ -201,6 +201,8 @@ class Engine:
         self.unsound, self.unsound_in_a_row = 0, 0
         self.make_drafter: Callable[[Request], Drafter] = lambda request: NgramDrafter(request.prompt_ids)
         self._speculation, self._costs = speculation, StepCosts()
+        if speculation is not None:
+            decoder.prepare_to_verify()
         self._drafted = self._accepted = 0  # tokens of drafts since the last report
         self._in_flight: InFlightStep | None = None  # the decode step that has been launched and not collected
         self._decoded = 0  # tokens of the decode steps that have been collected since the last report

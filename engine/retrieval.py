@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -26,6 +26,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.streams import InFlight
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.row_recorder import RowRecorder, Wanted
+from kvseek.kernels.cuda.attention.attend import LayerAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
 from kvseek.plugins.contract import LAST_QUERIES, Attention, Index
 from kvseek.plugins.registry import method_traits
@@ -119,6 +120,14 @@ class Retrieval:
         self._regions: _Regions | None = None  # of the last step
         self.refresh_seconds = 0.0
         self._budget = lru_cache(maxsize=1024)(self._budget_of)  # a slot's length changes only at evictions
+
+    def without_hot_rows(self) -> Retrieval:
+        """Make another retrieval over cache and indexes, on a GPU, whose attention neither reads nor writes hot rows."""
+        attentions = list[Attention]()
+        for one in self.attentions:
+            assert isinstance(one, LayerAttention), "engine/loading/indexes.py makes these"
+            attentions.append(replace(one, kernel=one.kernel.without_hot_rows()))
+        return Retrieval(self.config, self.cache, self.indexes, attentions)
 
     # A prompt: `expect`, then `store_layer` of every layer in order, then `finish_indexes`; `finish_rows` before a step.
 

@@ -32,6 +32,7 @@ import numpy as np
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, require
+from kvseek.engine.cache.prefix import shares_extents
 from kvseek.plugins.registry import METHODS, get_method, method_traits
 
 METHOD = "ngram"
@@ -94,8 +95,14 @@ def check_speculation(config: EngineConfig, speculation: Speculation | None) -> 
             f"speculation = {speculation.method!r}: must be left out with method = {config.method!r}, whose steps change what "
             f"later ones select; methods that speculate: {others}"
         )
-    name, remedy = "speculation", "leave it out, or build another engine"
-    require(config.runtime == "torch", name, speculation.method, f"left out with runtime = {config.runtime!r}", remedy)
+    name, method, remedy = "speculation", speculation.method, "leave it out, or build another engine"
+    require(config.runtime == "torch", name, method, f"left out with runtime = {config.runtime!r}", remedy)
+    if config.device == "cuda":
+        # Work space has room for max_batch_size regions, and is smaller where requests share none.
+        limit = f"left out with method = {config.method!r} on a GPU where requests share no extents"
+        require(shares_extents(config), name, method, limit, remedy)
+        limit = "left out on a GPU with max_batch_size = 1, the most rows of a step"
+        require(config.max_batch_size > 1, name, method, limit, remedy)
 
 
 class Drafter(Protocol):

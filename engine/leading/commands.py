@@ -59,6 +59,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
         "cache.close",
         "decoder.accept",
         "decoder.prepare",
+        "decoder.prepare_to_verify",
         "decoder.resume",
         "prefill.advance",
         "prefill.drop",

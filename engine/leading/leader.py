@@ -176,6 +176,10 @@ class LeadDecoder(Decoder):
     def most_rows(self) -> int:
         return self._decoder.most_rows
 
+    def prepare_to_verify(self) -> None:
+        with self._followers.doing(Call("decoder.prepare_to_verify")):
+            self._decoder.prepare_to_verify()
+
     def verify(self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY) -> Verification:
         """See Decoder. The step has ended when this returns; nobody can want the rows that it selects."""
         with self._followers.doing(self._decode(tokens, slots, verifies=True)):

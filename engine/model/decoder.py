@@ -114,6 +114,9 @@ class Decoder(ABC):
     def most_rows(self) -> int:
         """Most rows of a step that verifies drafts."""
 
+    def prepare_to_verify(self) -> None:  # noqa: B027  on the CPU there is nothing to prepare
+        """Prepare steps that verify drafts; call it before the first of them."""
+
     @abstractmethod
     def verify(self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY) -> Verification:
         """Launch a decode step of which a slot may have several tokens that follow each other, if its ring has room for them.

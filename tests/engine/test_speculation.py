@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.test_preemption import EXTENT_BYTES, LIMITS, REQUESTS, prompt
 from tests.plugins.cases import CASES, method_flags
+from tests.support.device_stand_ins import make_decoder
 from tests.support.long_prompts import HEADS, SHAPE, WINDOW, load_changed
 from tests.support.prefill import run_to_end
+from tests.support.steps_ahead import run_ahead
 
 from kvseek.bench.speed.drafts import GivenDrafter
+from kvseek.core.errors import ConfigError
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
+from kvseek.core.selected_rows import RowReport
 from kvseek.engine.engine import Engine
-from kvseek.engine.speculation import Speculation
-from kvseek.plugins.registry import METHODS, get_method
+from kvseek.engine.speculation import NgramDrafter, Speculation, StepCosts, check_speculation, read_speculation
+from kvseek.engine.tokenizer import Tokenizer
+from kvseek.plugins.registry import METHODS, PEERS, get_method
 
 SPECULATING = [method for method in METHODS if get_method(method).traits().verifies_drafts]
-Make = Callable[..., Engine]
 Answer = tuple[tuple[int, ...], tuple[object, ...], FinishReason | None]
 
 
@@ -35,19 +44,26 @@ class AnyDrafter(GivenDrafter):
         return [1e9] * self._chance.randint(0, most)
 
 
-@pytest.fixture(scope="module")
-def make(random_model: RandomModel, build_engine: BuildEngine) -> Make:
-    """Make an engine of which few rows are selected."""
+class Make:
+    """Makes engines of which few rows are selected."""
 
-    def load(method: str, extents: int = 40, speculation: Speculation | None = None, *flags: str) -> Engine:
+    def __init__(self, model: Path, build_engine: BuildEngine) -> None:
+        self._model, self._build = model, build_engine
+
+    def directory(self, method: str, *flags: str) -> Path:
         few = method_flags(method, CASES[method].sparse)
-        directory = build_engine(random_model("llama", **SHAPE, **HEADS), method, *WINDOW, *LIMITS, *few, *flags)
-        plain = load_changed(directory, {"kv_cache_host_memory_bytes": extents * EXTENT_BYTES})
+        return self._build(self._model, method, *WINDOW, *LIMITS, *few, *flags)
+
+    def __call__(self, method: str, extents: int = 40, speculation: Speculation | None = None, *flags: str) -> Engine:
+        plain = load_changed(self.directory(method, *flags), {"kv_cache_host_memory_bytes": extents * EXTENT_BYTES})
         if speculation is None:
             return plain
         return Engine(plain.config, plain.decoder, plain.tokenizer, speculation=speculation)
 
-    return load
+
+@pytest.fixture(scope="module")
+def make(random_model: RandomModel, build_engine: BuildEngine) -> Make:
+    return Make(random_model("llama", **SHAPE, **HEADS), build_engine)
 
 
 def answers(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
@@ -113,3 +129,126 @@ def test_preempted_requests_and_reused_beginnings(method: str, make: Make) -> No
     engine.make_drafter = drafts_of([*first, *longer], [*expected[:3], *after], 0.8)
     answers(engine, first)
     assert answers(engine, longer) == after
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.8])
+def test_engines_that_run_ahead_collect_before_they_draft(acceptance: float, make: Make) -> None:
+    """Drafts follow the tokens of the step before; requests that nobody watches get theirs at the end."""
+    expected = answers(make("nested"), REQUESTS)
+    engine = make("nested", 40, Speculation())
+    engine.make_drafter = drafts_of(REQUESTS, expected, acceptance)
+    decoder = run_ahead(engine)
+    assert answers(engine, REQUESTS) == expected
+    assert decoder.launches, "where nothing was drafted"
+    sequence = engine.prepare(REQUESTS[0])
+    engine.enqueue(sequence, whole=True)
+    (last,) = [one for one in run_to_end(engine) if one.finish_reason]
+    assert (*last.earlier, last.token_id) == expected[0][0]
+    assert sequence.statistics.drafted_tokens > 20
+    assert (sequence.statistics.accepted_tokens > 10) == (acceptance > 0)
+
+
+@pytest.mark.parametrize("method", ["full", "flat"])
+def test_the_decoder_of_a_gpu_verifies(method: str, make: Make) -> None:
+    """PyTorch in place of kernels: rows of a slot in one batch, padding, greedy tokens and draws, evictions ahead of time."""
+    directory = make.directory(method, "--kernels", "reference")
+    expected, tokenizer = answers(Engine.load(directory), REQUESTS), Tokenizer(directory)
+    decoder = make_decoder(directory)
+    engine = Engine(decoder.config, decoder, tokenizer, speculation=Speculation())
+    engine.make_drafter = drafts_of(REQUESTS, expected, 0.8)
+    assert [one[0] for one in answers(engine, REQUESTS)] == [one[0] for one in expected]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_two_ranks_verify(make: Make) -> None:
+    directory = make.directory("nested", "--tp_size", "2")
+    with closing(Engine.load(directory)) as plain:
+        expected = answers(plain, REQUESTS)
+    with closing(Engine.load(directory, speculation=Speculation())) as engine:
+        engine.make_drafter = drafts_of(REQUESTS, expected, 0.8)
+        assert answers(engine, REQUESTS) == expected
+
+
+def test_who_asks_for_none_has_none_drafted(make: Make) -> None:
+    engine = make("full", 40, Speculation())
+    plain = make("full")
+    request = replace(REQUESTS[0], speculate=False)
+    reported = replace(REQUESTS[0], sampling=SamplingConfig(return_selected_rows=RowReport()))
+    for one in (request, reported):
+        assert engine.prepare(one).drafter is None
+    assert engine.prepare(REQUESTS[0]).drafter is not None
+    assert plain.prepare(REQUESTS[0]).drafter is None
+
+
+def test_the_ngram_drafter_quotes() -> None:
+    """Text that repeats its prompt: after two tokens that agree, the rest comes from there."""
+    drafter = NgramDrafter([5, 6, 7, 8, 9, 10, 11, 12, 13, 50, 6, 7, 60, 6])
+    assert drafter.draft(3) == []
+    drafter.follow([7])
+    assert drafter.draft(3) == [60, 6, 7], "the latest place"
+    drafter.follow([7, 8])
+    assert drafter.draft(4) == [9, 10, 11, 12], "and the longest match"
+    drafter.follow([7, 8, 9, 10])
+    first, *rest = drafter.chances(4)
+    assert first > NgramDrafter([1, 2, 3, 1, 2]).chances(1)[0], "a match that has predicted well is believed"
+    assert all(a >= b for a, b in pairwise([first, *rest]))
+    assert NgramDrafter([3, 4, 3, 4]).draft(5) == [3, 4, 3, 4, 3], "a text that repeats itself goes on"
+    for short in ([1], [1, 2], [1, 1, 1]):
+        assert NgramDrafter(short).draft(3) in ([], [1, 1, 1])
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(0, 3), max_size=60))
+@settings(deadline=None)
+def test_a_match_is_the_latest_of_the_longest(prompt: list[int], output: list[int]) -> None:
+    """By search through the whole text, where no match of the step before goes on."""
+    drafter, text = NgramDrafter(prompt), list(prompt)
+    for token in [None, *output]:
+        before = drafter.draft(1)
+        if token is not None:
+            text.append(token)
+            drafter.follow(text[len(prompt) :])
+        if before and before[0] == token:
+            continue
+        found = 0
+        for size in (2, 3, 4):
+            places = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
+            found = places[-1] if places else found
+        assert drafter.draft(1) == ([text[found]] if found else [])
+
+
+def test_drafts_are_as_long_as_they_pay() -> None:
+    costs = StepCosts()
+    assert costs.choose([[0.9, 0.8]], 64) == [0], "nothing is known"
+    costs.record(1, 0.010)
+    assert costs.choose([[0.01, 0.001]], 64) == [0]
+    for rows in range(2, 9):
+        costs.record(rows, 0.010 + 0.001 * rows)
+    assert costs.choose([[0.9**n for n in range(1, 8)]], 64) == [7]
+    assert costs.choose([[0.9**n for n in range(1, 8)]], 4) == [3]
+    assert costs.choose([[0.5, 0.25, 0.125, 0.06, 0.03]], 64) == [2], "0.3 ms a token: what comes behind does not pay"
+    dear = StepCosts()
+    for rows in (2, 3, 4):
+        dear.record(rows, 0.010 * rows)
+    assert dear.choose([[0.9], [0.2]], 64) == [0, 0], "a row that takes as long as a step"
+
+
+def test_who_cannot_speculate_says_so(make: Make) -> None:
+    for method in METHODS:
+        config = make(method).config
+        if method in SPECULATING:
+            check_speculation(config, Speculation())
+            check_speculation(config, None)
+        else:
+            with pytest.raises(ConfigError, match=f"speculation = 'ngram': must be left out with method = '{method}'"):
+                check_speculation(config, Speculation())
+    assert not any(get_method(peer).traits().verifies_drafts for peer in PEERS)
+    config = replace(make("nested").config, device="cuda", max_batch_size=1)
+    with pytest.raises(ConfigError, match="left out on a GPU with max_batch_size = 1"):
+        check_speculation(config, Speculation())
+    for values, message in (
+        (("medusa",), "speculation = 'medusa': must be 'ngram'"),
+        (("ngram", 8), r"num_speculative_tokens = 8: must be in \[1, 7\]"),
+        ((None, 3), "num_speculative_tokens = 3: must be left out without speculation"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_speculation(*values)

@@ -146,7 +146,7 @@ class GraphDecoder(Decoder):
     graphs : bool
         Capture decode steps as CUDA graphs, each when its bucket is first used; False launches kernel by kernel.
     reader : GraphDecoder, optional
-        What reads the model's prompts in blocks, and is closed with this decoder.
+        What reads the model's prompts in blocks and verifies drafts, and is closed with this decoder.
 
     Raises
     ------
@@ -243,17 +243,25 @@ class GraphDecoder(Decoder):
 
     @property
     def most_rows(self) -> int:
-        return self.buckets[-1]
+        """See Decoder. Indexes have room for the regions of so many requests, whichever slots they are of."""
+        return self.retrieval.config.max_batch_size
+
+    def prepare_to_verify(self) -> None:
+        """See Decoder. Several rows of a slot would write to the same hot rows, so another graph of each size runs without."""
+        if self.retrieval.hot_rows and self._reader is None:
+            self._reader = cold_decoder(self.model, self.retrieval)
+            self._reader.prepare()
 
     @torch.inference_mode()
     def verify(self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY) -> Verification:
         """See Decoder. Greedy tokens of all rows are copied at once; the host waits for each draw at random."""
+        own = self if self._reader is None else self._reader
         with wait_on_error(self._device):
-            step = self.step(bucket_of(len(slots)))
+            step = own.step(bucket_of(len(slots)))
             states, attended = self.retrieval.begin_step(tokens, slots)
             recorder = self.retrieval.recorder_of(states, attended, wanted, together=True)
             step.load(states)
-            with self.retrieval.recording(recorder):
+            with own.retrieval.recording(recorder):
                 result = step.launch(replays=recorder is None)
             selected: RowsBySlot = dict if recorder is None else recorder.begin()
             copies, made = HostCopy([result.tokens]), list[int]()
@@ -262,8 +270,8 @@ class GraphDecoder(Decoder):
         def draw(rows: Sequence[int], samplers: Sequence[Sampler | None]) -> list[Drawn | int]:
             with wait_on_error(self._device):
                 numbers, drawing = sampled(samplers)
-                own = [rows[number] for number in numbers]
-                others = iter(draw_once(self._sampling, result.logits, own, drawing) if own else ())
+                drawn = [rows[number] for number in numbers]
+                others = iter(draw_once(self._sampling, result.logits, drawn, drawing) if drawn else ())
                 if not made:
                     made.extend(copies.wait()[0].tolist())
             return [made[row] if s is None else next(others) for row, s in zip(rows, samplers, strict=True)]
@@ -365,6 +373,13 @@ class KernelModel(WeightsModel):
         result = StepResult(logits, self.ops.argmax(logits, batch))
         mark("head")
         return result
+
+
+def cold_decoder(model: StepModel, retrieval: Retrieval) -> GraphDecoder:
+    """Make a decoder of a model of weights that neither reads nor writes hot rows, and draws no tokens."""
+    assert isinstance(model, KernelModel), "plans read no blocks, and verify no drafts"
+    cold = retrieval.without_hot_rows()
+    return GraphDecoder(model.with_retrieval(cold), cold)
 
 
 def layer_kernels(
