@@ -156,6 +156,8 @@ class Engine:
     ----------
     make_drafter : callable
         Makes the drafter of a request, in any thread.
+    step_costs : StepCosts
+        What steps have taken by their number of rows.
     on_step : callable or None
         Called with the StepReport of each step, by the thread that runs it.
     unsound, unsound_in_a_row : int
@@ -200,7 +202,7 @@ class Engine:
         self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows, config.tp_size)
         self.unsound, self.unsound_in_a_row = 0, 0
         self.make_drafter: Callable[[Request], Drafter] = lambda request: NgramDrafter(request.prompt_ids)
-        self._speculation, self._costs = speculation, StepCosts()
+        self._speculation, self.step_costs = speculation, StepCosts()
         if speculation is not None:
             decoder.prepare_to_verify()
         self._drafted = self._accepted = 0  # tokens of drafts since the last report
@@ -630,7 +632,7 @@ class Engine:
             if sequence.drafter is not None:
                 sequence.drafter.follow(sequence.generated)
             chances.append(sequence.drafter.chances(room) if sequence.drafter is not None and room > 0 else [])
-        counts = self._costs.choose(chances, self.decoder.most_rows)
+        counts = self.step_costs.choose(chances, self.decoder.most_rows)
         each = zip(sequences, counts, strict=True)
         return [s.drafter.draft(count) if s.drafter is not None and count else [] for s, count in each]
 
@@ -735,7 +737,7 @@ class Engine:
         self._reader.note_step(work, begun, steps)
         self._collected_at = time.perf_counter()
         if not work.units:
-            self._costs.record(rows, (self._collected_at - begun) / steps)
+            self.step_costs.record(rows, (self._collected_at - begun) / steps)
 
     def _take_unseen(
         self, step: InFlightStep, drawn: list[list[Drawn | int]], live: list[bool], now: float

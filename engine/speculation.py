@@ -245,6 +245,10 @@ class StepCosts:
         below = max(known)
         return min(self._seconds[below]) * (1 + DEAREST_ROW * (rows - below) / below)
 
+    def measured(self) -> dict[int, float]:
+        """Return the shortest of the latest times, in seconds, of each number of rows."""
+        return {rows: min(times) for rows, times in self._seconds.items()}
+
     def choose(self, chances: Sequence[Sequence[float]], most_rows: int) -> list[int]:
         """Choose how many tokens each request drafts, so that the step gives most tokens a second.
 

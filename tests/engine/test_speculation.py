@@ -73,6 +73,7 @@ def answers(engine: Engine, requests: Sequence[Request], *, preempted: bool = Fa
         outputs += engine.step()
         steps += bool(engine._scheduler.decoding())
         if preempted and steps % 7 == 6:
+            outputs += engine.settle()
             running = [one for one in engine._scheduler.decoding() if one.statistics.num_preemptions < 2]
             for one in running[:1]:
                 engine._scheduler.preempt(one)
