@@ -620,7 +620,7 @@ class Engine:
 
     def _draft(self, sequences: list[RequestSequence]) -> list[list[int]]:
         """Guess the next tokens of requests, as many of each as are worth a step's time; engine/speculation.py says how."""
-        if self._speculation is None:
+        if self._speculation is None or self.decoder.most_rows <= len(sequences):
             return []
         rooms = list[int]()
         for sequence in sequences:

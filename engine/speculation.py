@@ -46,7 +46,7 @@ CHANCES = (0.25, 0.5, 0.7, 0.85, 0.95)
 MEMORY = 8  # tokens over which a chance is averaged
 SAMPLES = 5  # times of steps of a number of rows; the shortest counts, as disturbances only lengthen
 MOST_AGE = 32  # steps after which the oldest time of each number of rows is forgotten
-DEAREST_ROW = 0.25  # of the time of a step, for numbers of rows that have not been tried
+UNTRIED_ROW = 0.25  # of the time of a step of one row takes each further row, where none has been tried
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class NgramDrafter:
                 ends = np.arange(size, len(prompt))
                 sums = sum(ids[ends - 1 - back] * FACTORS[back] for back in range(size))
                 table[(sums ^ sums >> 17) & self._mask] = ends  # of several places the last
-        self.guesses = Guesses()
+        self.guesses, self._places = Guesses(), self._sums()
         self._at = self._find()
 
     def follow(self, generated: Sequence[int]) -> None:
@@ -197,26 +197,30 @@ class NgramDrafter:
         if self._at:
             right = tokens[self._at] == token
             self.guesses.count(right)
-        for size, table in self._tables.items():
-            table[self._place(size)] = len(tokens)
+        for table, place in zip(self._tables.values(), self._places, strict=True):
+            table[place] = len(tokens)
         tokens.append(token)
+        self._places = self._sums()
         self._at = self._at + 1 if right else self._find()
 
     def _find(self) -> int:
         """Return the place behind the longest n-gram that also ends the text; 0: there is none."""
         tokens = self._tokens
-        for size, table in self._tables.items():
-            at = int(table[self._place(size)])
+        for (size, table), place in zip(self._tables.items(), self._places, strict=True):
+            at = int(table[place])
             if at and tokens[at - size : at] == tokens[-size:]:
                 self.guesses.begin()
                 return at
         return 0
 
-    def _place(self, size: int) -> int:
-        """Return the place in its table of the n-gram that ends the text."""
-        last = self._tokens[-size:]
-        total = sum(token * factor for token, factor in zip(reversed(last), FACTORS, strict=False))
-        return (total ^ total >> 17) & self._mask
+    def _sums(self) -> list[int]:
+        """Return the place in its table of each n-gram that ends the text, in the order of NGRAMS."""
+        total, count, places = 0, 0, list[int]()
+        for token, factor in zip(self._tokens[: -len(FACTORS) - 1 : -1], FACTORS, strict=False):
+            total, count = total + token * factor, count + 1
+            if count in self._tables:
+                places.append((total ^ total >> 17) & self._mask)
+        return [0] * (len(NGRAMS) - len(places)) + places[::-1]  # of a text that is shorter: nothing is found at 0
 
 
 class StepCosts:
@@ -237,13 +241,13 @@ class StepCosts:
 
     def seconds(self, rows: int) -> float | None:
         """Estimate the time of a step; None if nothing is known."""
-        if rows in self._seconds:
-            return min(self._seconds[rows])
-        known = [other for other in self._seconds if other < rows]
-        if not known:
-            return None
-        below = max(known)
-        return min(self._seconds[below]) * (1 + DEAREST_ROW * (rows - below) / below)
+        found = [
+            min(times) for other, times in self._seconds.items() if other >= rows
+        ]  # no step is longer than a larger one
+        below = max((other for other in self._seconds if other < rows), default=0)
+        if rows not in self._seconds and below:
+            found.append(min(self._seconds[below]) * (1 + UNTRIED_ROW * (rows - below) / below))
+        return min(found, default=None)
 
     def measured(self) -> dict[int, float]:
         """Return the shortest of the latest times, in seconds, of each number of rows."""
