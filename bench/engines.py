@@ -27,7 +27,7 @@ from kvseek.core.config import EngineConfig, ModelConfig, read_config, write_con
 from kvseek.core.cuda import KERNELS_FOLDER
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.manifest import MANIFEST_FILE, read_manifest, write_manifest
-from kvseek.engine.chat_template import SETTINGS_FILE
+from kvseek.engine.chat_template import SETTINGS_FILE, TEMPLATE_FILE
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.decoder import Decoder
@@ -35,6 +35,7 @@ from kvseek.engine.model.weights import write_random
 from kvseek.engine.tokenizer import TOKENIZER_FILE, TOKENIZER_FOLDER
 
 END = "<|end|>"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}" + END + "{% endfor %}"
 
 
 def write_random_engine(directory: Path, config: EngineConfig, seed: int) -> None:
@@ -97,6 +98,7 @@ def write_served_engine(directory: Path, config: EngineConfig, seed: int, name: 
     folder.mkdir()
     (folder / TOKENIZER_FILE).write_text(make_vocabulary(text, config.model.vocab_size), encoding="utf-8")
     (folder / SETTINGS_FILE).write_text(json.dumps({"eos_token": END}), encoding="utf-8")
+    (folder / TEMPLATE_FILE).write_text(CHAT_TEMPLATE, encoding="utf-8")
     write_manifest(directory, name, f"random-{seed}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -22,10 +22,17 @@ EVENT, DONE = b"data: ", b"[DONE]"
 NO_LIMIT = aiohttp.ClientTimeout()  # `send` has one for all
 
 
+class Delta(msgspec.Struct, frozen=True):
+    """A piece of an answer to a chat."""
+
+    content: str | None = None
+
+
 class Choice(msgspec.Struct):
     """What an event has of an answer."""
 
     text: str = ""
+    delta: Delta = Delta()
 
 
 class Cached(msgspec.Struct, frozen=True):
@@ -61,7 +68,7 @@ Ask = Callable[[int], Awaitable[Answer]]  # sends the request of a cell with thi
 
 
 class Client:
-    """Asks one server; use it in `async with`.
+    """Asks one server for completions of texts and of chats; use it in `async with`.
 
     Parameters
     ----------
@@ -72,7 +79,7 @@ class Client:
     """
 
     def __init__(self, url: str, fields: Mapping[str, Any]) -> None:
-        self._url, self._fields = f"{url}/completions", fields
+        self._base, self._fields = url, fields
 
     async def __aenter__(self) -> Client:
         # As many connections as requests. No proxy leads to a server of this machine.
@@ -84,8 +91,10 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def answer(self, prompt: str, tokens: int, arrivals: list[float] | None = None, **fields: Any) -> Answer:
-        """Send a prompt and read an answer of exactly so many tokens; raises LoadTestError.
+    async def answer(
+        self, prompt: str | Sequence[Mapping[str, str]], tokens: int, arrivals: list[float] | None = None, **fields: Any
+    ) -> Answer:
+        """Send a prompt, or a chat's messages, and read an answer of exactly so many tokens; raises LoadTestError.
 
         Parameters
         ----------
@@ -95,13 +104,21 @@ class Client:
             What this request has besides.
         """
         arrivals, counted, rest = [] if arrivals is None else arrivals, Usage(0), b""
-        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True, **self._fields, **fields}
+        url = f"{self._base}/completions" if isinstance(prompt, str) else f"{self._base}/chat/completions"
+        body = {
+            "prompt" if isinstance(prompt, str) else "messages": prompt,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+            **self._fields,
+            **fields,
+        }
         body["stream_options"] = {"include_usage": True}
         sent = time.perf_counter()
         try:
-            async with self._session.post(self._url, json=body) as response:
+            async with self._session.post(url, json=body) as response:
                 if response.status != 200:
-                    raise LoadTestError(f"{self._url}: status {response.status}: {(await response.text())[:500]}")
+                    raise LoadTestError(f"{url}: status {response.status}: {(await response.text())[:500]}")
                 async for received in response.content.iter_any():
                     now = time.perf_counter()
                     *lines, rest = (rest + received).split(b"\n")
@@ -110,15 +127,15 @@ class Client:
                             continue
                         event = read_event(data)
                         if event.error is not None:
-                            raise LoadTestError(f"{self._url}: {event.error.message}")
-                        if any(choice.text for choice in event.choices):
+                            raise LoadTestError(f"{url}: {event.error.message}")
+                        if any(choice.text or choice.delta.content for choice in event.choices):
                             arrivals.append(now)
                         if event.usage is not None:
                             counted = event.usage
         except aiohttp.ClientError as error:
-            raise LoadTestError(f"{self._url}: {type(error).__name__}: {error}; see the server's log") from None
+            raise LoadTestError(f"{url}: {type(error).__name__}: {error}; see the server's log") from None
         if not arrivals:
-            raise LoadTestError(f"{self._url}: an answer of {tokens} tokens without text; see the server's log")
+            raise LoadTestError(f"{url}: an answer of {tokens} tokens without text; see the server's log")
         cached = counted.prompt_tokens_details.cached_tokens
         return Answer(sent, tuple(arrivals), counted.completion_tokens, counted.prompt_tokens, cached)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,21 +34,29 @@ async def measure_conversation(client: Client, tokenizer: Tokenizer, text: str, 
 
     Then a turn whose history was edited in the middle, and one that goes on from the middle in another way.
     """
-    cycle = itertools.cycle(tokenizer.encode(text, add_special_tokens=False))
-    ids = list(itertools.islice(cycle, load.tokens + load.said))
-    other, both, half = ids[::-1][: load.said], load.said + load.answered, load.turns // 2 * (load.said + load.answered)
+    pieces = itertools.cycle(tokenizer.encode(text, add_special_tokens=False))
 
-    async def ask(prompt: Sequence[int], salt: str = "conversation") -> Answer:
-        answer = ids[len(prompt) :][: load.answered]
-        forced = (answer + ids)[: load.answered]
-        return await client.answer(tokenizer.decode(prompt), load.answered, forced_tokens=forced, cache_salt=salt)
+    def piece(tokens: int) -> str:
+        """A message of so many tokens, of which the template's end of a message is the last."""
+        return tokenizer.decode(list(itertools.islice(pieces, tokens - 1)))
 
-    await ask(ids[: load.tokens // 8], "warm")
-    fresh = [await ask(ids[number * both :][: load.said], f"fresh {number}") for number in range(FRESH)]
-    turns = [await ask(ids[: turn * both + load.said]) for turn in range(load.turns)]
-    last = (load.turns - 1) * both + load.said
-    edited = [*ids[: half - len(other)], *other, *ids[half:last]]
-    after = {"edited": await ask(edited), "forked": await ask([*ids[:half], *other])}
+    said, answers = [], []
+    for _ in range(load.turns):
+        said.append({"role": "user", "content": piece(load.said)})
+        answers.append(piece(load.answered))
+
+    async def ask(chat: Sequence[Mapping[str, str]], salt: str = "conversation") -> Answer:
+        forced = tokenizer.encode(answers[len(chat) // 2], add_special_tokens=False)
+        return await client.answer(chat, len(forced), forced_tokens=forced, cache_salt=salt)
+
+    history = [{"role": "assistant", "content": answer} for answer in answers]
+    whole = [message for turn in zip(said, history, strict=True) for message in turn][:-1]
+    half, other = load.turns // 2 * 2, said[-1]
+    await ask(whole[: half // 4 * 2 + 1], "warm")
+    fresh = [await ask([message], f"fresh {number}") for number, message in enumerate(said[:FRESH])]
+    turns = [await ask(whole[: 2 * turn + 1]) for turn in range(load.turns)]
+    edited = [*whole[: half - 2], other, *whole[half - 1 :]]
+    after = {"edited": await ask(edited), "forked": await ask([*whole[:half], other])}
     alone = percentiles(answer.ttft for answer in fresh)
     assert alone is not None
     beyond = [answer.ttft - alone["p50"] for answer in turns]

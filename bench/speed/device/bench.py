@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,9 +23,8 @@ from kvseek.bench.speed.device.memory_plan import (
     plan_phases,
 )
 from kvseek.bench.speed.shapes import get_shape
-from kvseek.bench.variants import PLAIN, Variant, WeightForm
+from kvseek.bench.variants import Variant, WeightForm
 from kvseek.core.config import EngineConfig, ModelConfig
-from kvseek.core.weight_only import HEAD, NONE, stored_weight
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
@@ -35,7 +33,7 @@ from kvseek.engine.loading.memory import measured_bytes
 from kvseek.engine.loading.runtime import device_products
 from kvseek.engine.loading.supported import needs_cpu_library
 from kvseek.engine.model.cuda.steps import GraphDecoder, KernelModel, layer_kernels, prompt_attention
-from kvseek.engine.model.weights import fill_weight, weight_shapes
+from kvseek.engine.model.weights import make_weights
 from kvseek.engine.retrieval import Retrieval
 from kvseek.plugins.contract import Index
 
@@ -44,44 +42,6 @@ if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
 
 ROOM = 256  # tokens that a request may grow by: more than are timed
-
-ALIGNMENT = 128  # numbers: every matrix begins on a boundary that any kernel is content with
-
-
-class RandomWeights:
-    """Weights [as `weight_shapes`] in one allocation.
-
-    Attributes
-    ----------
-    flat : Tensor [numbers]
-        All of them, e.g. to measure how fast they can be read.
-    tensors : dict of Tensor
-        Views of it, by name.
-    """
-
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
-        shapes = weight_shapes(model)
-        starts, total = {}, 0
-        for name, shape in shapes.items():
-            starts[name] = total
-            total += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
-        self.flat = torch.zeros(total, dtype=dtype, device=device)
-        generator = torch.Generator(device).manual_seed(seed)
-        self.tensors: dict[str, Tensor] = {}
-        for name, shape in shapes.items():
-            tensor = self.flat[starts[name] : starts[name] + math.prod(shape)].view(shape)
-            fill_weight(tensor, name, model.num_layers, generator)
-            self.tensors[name] = tensor
-
-
-def quantised(tensors: dict[str, Tensor], form: WeightForm) -> dict[str, Tensor]:
-    """Weights as an engine stores them; those that stay in their dtype are shared."""
-    stored: dict[str, Tensor] = {}
-    own_head = {HEAD: tensors["embed.weight"]} if form.quantize_lm_head else {}  # of a tied model
-    for name, tensor in (own_head | tensors).items():
-        group, head = form.weight_group, form.quantize_lm_head
-        stored |= stored_weight(name, tensor, form.weight_only_precision, weight_group=group, quantize_lm_head=head)
-    return stored
 
 
 def engine_config(dtype: str, model: ModelConfig, variant: Variant, cells: Sequence[Cell]) -> EngineConfig:
@@ -129,19 +89,13 @@ class Bench:
     needs : Needs
         Enough for any of them.
     limits : Limits
-    weights : RandomWeights
     """
 
-    def __init__(
-        self, arguments: argparse.Namespace, cells: Sequence[Cell], *, alone: bool = False, layers: int | None = None
-    ) -> None:
-        """Measure what the variants need and plan for them.
-
-        `alone`: load_alone will load each, not all at once. `layers`: of the model, instead of all of the shape's.
-        """
+    def __init__(self, arguments: argparse.Namespace, cells: Sequence[Cell], *, layers: int | None = None) -> None:
+        """Measure what the variants need and plan for them; `layers`: of the model, instead of all of the shape's."""
         from kvseek.core.cuda import cuda_device
 
-        self.arguments, self.cells, self.alone = arguments, list(cells), alone
+        self.arguments, self.cells = arguments, list(cells)
         self.device = cuda_device()
         torch.cuda.set_device(self.device)
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
@@ -150,7 +104,7 @@ class Bench:
         self._kernels: dict[str, CudaKernels] = {}
         self._library: CpuLibrary | None = None
         self._needs: dict[str, IndexNeeds] = {}
-        self._tensors: dict[WeightForm, dict[str, torch.Tensor]] = {}
+        self._tensors: dict[WeightForm, dict[str, Tensor]] = {}
         self.use(arguments.methods)
         free, _ = torch.cuda.mem_get_info(self.device)
         device = free if arguments.gpu_memory is None else min(free, arguments.gpu_memory)
@@ -166,9 +120,6 @@ class Bench:
                 self._needs[variant.label] = measured_needs(self, variant)
         itemsize = self.dtype.itemsize
         every = [Needs.of(self.config(v, self.cells), itemsize, self._needs[v.label]) for v in variants]
-        if not self.alone:  # `load` makes the weights in the dtype too
-            plain = dataclasses.replace(self.config(variants[0], self.cells), **PLAIN._asdict())
-            every.append(Needs.of(plain, itemsize, IndexNeeds()))
         self.needs = Needs.most(every)
         # With "always", the rows of dense layers stay on the device. Variants share one pool, so the largest number of dense
         # layers counts for all of them.
@@ -176,23 +127,21 @@ class Bench:
         self.region_cache = min((v.cache for v in variants), key=lambda cache: cache.sink + cache.local)
 
     def load(self) -> None:
-        """Make the weights of the variants in use: after the plan has been checked, as it takes a while."""
-        self.weights = RandomWeights(self.model, self.dtype, self.device, self.arguments.seed)
-        kinds, plain = {variant.weights for variant in self.variants}, self.weights.tensors
-        self._tensors = {form: quantised(plain, form) for form in kinds}
+        """Make the random weights of the variants in use: after the plan has been checked, as it takes a while."""
+        self._tensors.clear()
+        for variant in self.variants:
+            if variant.weights not in self._tensors:
+                config = self.config(variant, self.cells)
+                self._tensors[variant.weights] = make_weights(config, self.device, self.arguments.seed)
+
+    def tensors(self, variant: Variant) -> dict[str, Tensor]:
+        """A variant's weights, as its engine stores them."""
+        return self._tensors[variant.weights]
 
     def load_alone(self, variant: Variant) -> None:
-        """Plan for one variant from now on, and hold its weights alone: `weights`, which a plain read reads, are gone then."""
+        """Plan for one variant from now on, and hold its weights alone."""
         self.use([variant])
-        self._tensors.clear()
         self.load()
-        ((form, tensors),) = self._tensors.items()
-        if form.weight_only_precision != NONE:
-            own = self.weights.flat.untyped_storage().data_ptr()
-            for name, tensor in tensors.items():
-                if tensor.untyped_storage().data_ptr() == own:
-                    tensors[name] = tensor.clone()
-        del self.weights
 
     def filler(self) -> Filler:
         """Synthetic keys for all cells; makes them."""
@@ -251,7 +200,7 @@ class Bench:
     ) -> BenchDecoder:
         """A decoder of the random weights; several may share a cache and indexes."""
         retrieval, kernels = self.retrieval(variant, cache, indexes, cells, hot_rows), self.kernels(variant)
-        tensors = self._tensors[variant.weights]
+        tensors = self.tensors(variant)
         attention, products = prompt_attention(retrieval, kernels), device_products(retrieval.config, kernels)
         model = KernelModel(tensors, retrieval, layer_kernels(retrieval, kernels), attention, products)
         return BenchDecoder(model, retrieval)

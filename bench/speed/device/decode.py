@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kvseek.plugins.contract import Index
 
 Save = Callable[[], None]
-READ_BYTES = 8 << 30  # of weights that a plain read reads
 MOST_SECONDS = 15.0  # that a cell's steps may take, as long as there are at least LEAST_STEPS
 LEAST_STEPS = 5
 PAST_THE_PEAK = 0.5  # share of a method's best tokens per second below which larger batches are not tried
@@ -216,8 +215,7 @@ class Comparison:
             timed = interleave(calls, steps, arguments.block, warmup, timer=device_seconds)
             samples = {name: turns(one, arguments.block) for name, one in timed.items()}
             if "rates" not in found:
-                memory = self.bench.weights.flat[: READ_BYTES // self.bench.dtype.itemsize]
-                found["rates"] = dataclasses.asdict(probe.rates(memory))
+                found["rates"] = dataclasses.asdict(probe.rates())
             self._record(cell, found, baseline, contestant, samples)
             used = contestant.done if contestant is not None else 0
 

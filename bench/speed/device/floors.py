@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
 
 from kvseek.bench import methods
 from kvseek.bench.machine import PlainRead
@@ -26,6 +25,7 @@ from kvseek.plugins.measurements import SelectionCosts
 from kvseek.plugins.registry import get_method
 
 REPEATS = 9
+READ_BYTES = 1 << 30  # of a read of device memory: many times what the L2 cache holds
 HOST_BYTES = 1 << 30  # of a read of host memory: more than last-level caches hold
 LINK_BYTES = 256 << 20  # of a copy to the device
 PRODUCT_ROWS = 8192
@@ -119,11 +119,10 @@ class Probe:
         self._device, self._source = device, torch.ones(LINK_BYTES, dtype=torch.uint8).pin_memory()
         self._host_memory = host_memory_rate(HOST_BYTES)
 
-    def rates(self, memory: Tensor) -> Rates:
-        """All rates at this moment; `memory` is read (contiguous, on the device; give gigabytes)."""
-        numbers = memory.view(-1).view(
-            torch.int32
-        )  # integers, because a sum of floats is limited by the latency of additions
+    def rates(self) -> Rates:
+        """All rates at this moment. READ_BYTES of the work space are taken for it."""
+        # Integers, because a sum of floats is limited by the latency of additions.
+        numbers = torch.zeros(READ_BYTES // 4, dtype=torch.int32, device=self._device)
         target = torch.empty_like(self._source, device=self._device)
         link = seconds(lambda: target.copy_(self._source, non_blocking=True))
         read = numbers.nbytes / seconds(lambda: numbers.sum(dtype=torch.int32))

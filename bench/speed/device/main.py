@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     if arguments.tp_size is not None:
         return run_ranks(arguments, write)
-    bench = Bench(arguments, cells_of(arguments), alone=arguments.throughput)
+    bench = Bench(arguments, cells_of(arguments))
     mode = "throughput" if arguments.throughput else "prefill" if arguments.prefill else "decode"
     head = {"benchmark": "device", "mode": mode, "machine": describe(), "gpu": describe_gpu(bench.device)}
     head |= {"shape": arguments.shape, "dtype": arguments.dtype}

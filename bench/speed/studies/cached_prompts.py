@@ -73,7 +73,7 @@ def make_engine(bench: Bench, config: EngineConfig, variant: Variant, rows: RowS
     cache.window.normal_()
     codebooks = variant.entry.traits(variant.settings).codebooks(config.model.head_dim)
     retrieval = device_retrieval(config, cache, IndexMaker(config, codebooks, None, kernels).over(cache), kernels)
-    return bare_engine(config, torch_decoder(config, bench.weights.tensors, None, retrieval, kernels))
+    return bare_engine(config, torch_decoder(config, bench.tensors(variant), None, retrieval, kernels))
 
 
 @torch.inference_mode()

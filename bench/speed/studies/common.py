@@ -29,11 +29,11 @@ def study_parser(description: str | None, **defaults: str) -> argparse.ArgumentP
     return parser
 
 
-def make_bench(own: argparse.Namespace, *flags: str, alone: bool = False, layers: int | None = None) -> Bench:
-    """A bench of these settings; `flags` are more of `kvseek bench --shape`, `alone` and `layers` as of Bench."""
+def make_bench(own: argparse.Namespace, *flags: str, layers: int | None = None) -> Bench:
+    """A bench of these settings; `flags` are more of `kvseek bench --shape`, `layers` as of Bench."""
     given = [word for name in FLAGS if name in own for word in (f"--{name}", getattr(own, name))]
     arguments = parse([*flags, *given])
-    return Bench(arguments, cells_of(arguments), alone=alone, layers=layers)
+    return Bench(arguments, cells_of(arguments), layers=layers)
 
 
 def result(name: str, bench: Bench, results: Sequence[dict[str, Any]], **settings: Any) -> dict[str, Any]:

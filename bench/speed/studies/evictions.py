@@ -68,7 +68,7 @@ def measure(bench: Bench, variant: Variant, cell: Cell, offload: str, filler: Fi
 
 def run(own: argparse.Namespace) -> dict[str, Any]:
     """Every method, context and place."""
-    bench, results = make_bench(own, alone=True), list[dict[str, Any]]()
+    bench, results = make_bench(own), list[dict[str, Any]]()
     filler = bench.filler()
     for variant in list(bench.variants):
         bench.load_alone(variant)

@@ -14,7 +14,7 @@ import torch
 
 from kvseek.bench.speed import decode
 from kvseek.bench.speed.device import floors
-from kvseek.bench.speed.device.bench import ROOM, RandomWeights, quantised
+from kvseek.bench.speed.device.bench import ROOM
 from kvseek.bench.speed.device.decode import borrow_baselines, dense_floor, peaks, pooled, with_times
 from kvseek.bench.speed.device.floors import Rates, Step, Work, host_memory_rate, work
 from kvseek.bench.speed.device.main import over_baseline
@@ -37,7 +37,7 @@ from kvseek.core.config import FP8_GROUPS, CacheConfig, EngineConfig, ModelConfi
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import INT4
 from kvseek.engine.model.layer import Layer
-from kvseek.engine.model.weights import list_weights, weight_shapes
+from kvseek.engine.model.weights import list_weights, make_weights, weight_shapes
 from kvseek.plugins.measurements import SelectionCosts
 
 KIB = 1024
@@ -89,34 +89,31 @@ def test_shapes_are_of_their_size() -> None:
 def test_quantised_weights_are_those_that_the_builder_stores(precision: str, head: bool, tied: bool) -> None:
     sizes, group = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}, 64 if precision == INT4 else 32
     model = dataclasses.replace(TINY, tie_word_embeddings=tied, **sizes)
-    plain = RandomWeights(model, torch.bfloat16, CPU).tensors
-    own = quantised(plain, WeightForm(precision, group, head))
+    config = dataclasses.replace(
+        config_for(model, "full", 1, 1), weight_only_precision=precision, weight_group=group, quantize_lm_head=head
+    )
+    own = make_weights(config, CPU, 0)
     stored = WeightFormat(torch.bfloat16, precision, head, group)
     listed = [one for weight in list_weights(model, quantize_lm_head=head) for one in stored.stored(weight)]
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()} == {
         one.name: (one.shape, one.dtype) for one in listed
     }
-    assert own["embed.weight"] is plain["embed.weight"], "shared"
-    config = dataclasses.replace(
-        config_for(model, "full", 1, 1), weight_only_precision=precision, weight_group=group, quantize_lm_head=head
-    )
     needs = Needs.of(config, 2, IndexNeeds())
     matrices = sum(tensor.nbytes for tensor in own.values() if tensor.dim() > 1)
     assert needs.weights == matrices, "scales of groups count"
 
 
 def test_random_weights_are_what_a_decoder_reads() -> None:
-    weights = RandomWeights(TINY, torch.float32, CPU)
-    layer = Layer(weights.tensors, 1)
+    config = dataclasses.replace(config_for(TINY, "full", 1, 1), dtype="float32")
+    weights = make_weights(config, CPU, 0)
+    layer = Layer(weights, 1)
     parts = (layer.attention_norm, layer.qkv.bias, layer.q_norm, layer.o.bias, layer.mlp_norm, layer.down.weight)
     assert all(part is not None for part in parts)
     assert layer.qkv.weight.shape == ((4 + 2 * 2) * 8, 32)
     assert layer.qkv.weight.var().item() == pytest.approx(1 / 32, rel=0.2)
     assert layer.down.weight.var().item() == pytest.approx(1 / 48 / 4, rel=0.2)
-    assert weights.flat.numel() >= sum(tensor.numel() for tensor in weights.tensors.values())
-    again = RandomWeights(TINY, torch.float32, CPU)
-    assert torch.equal(weights.flat, again.flat)
-    assert layer.qkv.weight.untyped_storage().data_ptr() == weights.flat.untyped_storage().data_ptr()
+    again = make_weights(config, CPU, 0)
+    assert all(torch.equal(weight, again[name]) for name, weight in weights.items())
 
 
 def test_parts_of_a_step_are_grouped_and_none_is_lost() -> None:
