@@ -185,7 +185,12 @@ class LeadDecoder(Decoder):
         with self._followers.doing(self._decode(tokens, slots, verifies=True)):
             verification = self._decoder.verify(tokens, slots)
             verification.draw([0], [None])
-        return verification
+
+        def draw(rows: Sequence[int], samplers: Sequence[Sampler | None]) -> list[Drawn | int]:
+            with self._followers.waiting():
+                return verification.draw(rows, samplers)
+
+        return Verification(verification.attended, draw)
 
     def accept(self, slots: Sequence[int], surplus: Sequence[int]) -> None:
         with self._followers.doing(Call("decoder.accept", (tuple(slots), tuple(surplus)))):

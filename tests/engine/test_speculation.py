@@ -146,6 +146,7 @@ def test_engines_that_run_ahead_collect_before_they_draft(acceptance: float, mak
     engine.make_drafter = drafts_of(REQUESTS, expected, acceptance)
     decoder = run_ahead(engine)
     assert answers(engine, REQUESTS) == expected
+    assert answers(engine, [replace(REQUESTS[1], speculate=False)]) == expected[1:2]
     assert decoder.launches, "where nothing was drafted"
     sequence = engine.prepare(REQUESTS[0])
     engine.enqueue(sequence, whole=True)

@@ -279,6 +279,11 @@ class GraphDecoder(Decoder):
         return Verification(attended, draw, selected)
 
     @torch.inference_mode()
+    def accept(self, slots: Sequence[int], surplus: Sequence[int]) -> None:
+        with wait_on_error(self._device):
+            self.retrieval.accept(slots, surplus)
+
+    @torch.inference_mode()
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         """See Decoder. The logits are numbers of the engine's dtype, as all that its head computes."""
         with wait_on_error(self._device):
