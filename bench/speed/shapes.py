@@ -127,7 +127,9 @@ def matrix_bytes(config: EngineConfig, requests: int | None = None) -> int:
     narrow = by_format.get(config.weight_only_precision, (8.0, 8.0))
     layers_bits, head_bits = narrow if quantised else (plain, plain)
     head_bits = head_bits if config.quantize_lm_head else plain
-    return int(matrix_numbers(model, requests) * layers_bits + head * head_bits) // 8
+    routers = _router_numbers(model)  # are not quantised
+    layers = (matrix_numbers(model, requests) - routers) * layers_bits + routers * plain
+    return int(layers + head * head_bits) // 8
 
 
 def matrix_numbers(model: ModelConfig, requests: int | None = None) -> int:
@@ -142,10 +144,18 @@ def matrix_numbers(model: ModelConfig, requests: int | None = None) -> int:
     count, mixed = float(experts.num_experts), model.num_layers - len(experts.dense_layers)
     if requests is not None:
         count *= 1 - (1 - experts.num_experts_per_tok / experts.num_experts) ** requests
-    router = (experts.num_experts + (experts.shared_intermediate_size is not None)) * model.hidden_size
     wide = count * experts.intermediate_size + (experts.shared_intermediate_size or 0)
-    mixture = router + round(3 * wide * model.hidden_size)
-    return model.num_layers * attention + len(experts.dense_layers) * plain + mixed * mixture
+    mixtures = mixed * round(3 * wide * model.hidden_size)
+    return model.num_layers * attention + len(experts.dense_layers) * plain + mixtures + _router_numbers(model)
+
+
+def _router_numbers(model: ModelConfig) -> int:
+    """Weights of all layers' routers and gates of shared experts."""
+    experts = model.experts
+    if experts is None:
+        return 0
+    each = experts.num_experts + (experts.shared_intermediate_size is not None)
+    return (model.num_layers - len(experts.dense_layers)) * each * model.hidden_size
 
 
 def prompt_operations(config: EngineConfig, tokens: int) -> dict[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,9 @@ def check_gguf_metadata(model: ModelConfig, path: Path, metadata: Mapping[str, A
     absent = {name for name, key in BY_KEYS.items() if f"{architecture}.{key}" not in metadata}
     values = effective_values(config)
     compared = {name: value for name, value in values.items() if name not in absent and name not in BY_TENSORS}
+    if (ours := model.experts) is not None and compared.get("experts") is not None:  # whose sizes it does not read
+        sizes = {name: getattr(ours, name) for name in ("intermediate_size", "shared_intermediate_size")}
+        compared["experts"] = replace(compared["experts"], **sizes)
     _compare_values(model, compared, path, USE_DIRECTORY)
 
 

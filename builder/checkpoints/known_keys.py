@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -211,6 +211,13 @@ GGUF = KnownKeys(
             tokenizer.ggml.fim_*_token_id tokenizer.ggml.prefix_token_id tokenizer.ggml.suffix_token_id
             tokenizer.ggml.middle_token_id tokenizer.chat_template.* tokenizer.chat_templates""",
     },
+)
+# Of a mixture of experts.
+GGUF_EXPERTS = replace(
+    GGUF,
+    used=f"{GGUF.used} {{arch}}.expert_count {{arch}}.expert_used_count {{arch}}.expert_feed_forward_length "
+    "{arch}.expert_shared_feed_forward_length",
+    neutral={key: values for key, values in GGUF.neutral.items() if values is not NO_EXPERTS},
 )
 # Keys of a TensorRT-LLM checkpoint's config.json, by TensorRT-LLM's PretrainedConfig, LLaMAConfig and QWenConfig.
 TENSORRT_LLM = KnownKeys(

@@ -211,7 +211,7 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     """Find how an engine computes with a quantised checkpoint's own numbers.
 
     A matrix is kept if the device multiplies its numbers, and all that are fused in it have the same or fit into
-    INT8_ASYMMETRIC; else it is rounded. On a GPU all experts must be of one format, or all matrices are rounded. The engine's
+    INT8_ASYMMETRIC; else it is rounded. On a GPU all experts must be kept, or all matrices are rounded. The engine's
     precision is the one with which the layers take the fewest bytes. The embedding may be of any. Groups of several sizes are
     divided into the smallest of them.
 
@@ -236,12 +236,12 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     for precision in dict.fromkeys(one for formats, _ in kept.values() for one in formats):
         chosen = {weight: _chosen(formats, precision) for weight, (formats, _) in kept.items()}
         of_experts = {one for weight, one in chosen.items() if device == "cuda" and f".{EXPERTS}." in weight.name}
-        if of_experts - {precision} or (of_experts and precision == INT8_ASYMMETRIC):
-            continue  # kernels multiply all experts with one format, and not with that
+        if NONE in of_experts:
+            continue  # kernels multiply all experts with their own numbers, or none
         choices[precision] = (sum(_narrow_bytes(weight, one) for weight, one in chosen.items()), chosen)
     why = next((why for _, why in kept.values() if why), "")
     if not choices:
-        why = why or f"{layers[-1].sources[0]} has numbers that kernels of a GPU's experts do not multiply"
+        why = why or f"{layers[-1].sources[0]} has other numbers than experts before it"
         return OwnNumbers(NONE, why=why, stated=stated)
     precision = min(choices, key=lambda one: choices[one][0])
     own = {weight.name.removesuffix(".weight"): one for weight, one in choices[precision][1].items()}

@@ -31,7 +31,7 @@ from kvseek.engine.parallel.cuda.ranks import DeviceRanks, RankLayerKernels
 from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
-from kvseek.kernels.cuda.layer.experts import ExpertKernels
+from kvseek.kernels.cuda.layer.experts import expert_kernels
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.kernels.cuda.layer.products import product_kernels
 
@@ -76,8 +76,7 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
         limit, remedy = "'none' on a GPU of compute capability below 9.0", "leave it out"
         require(not fp8 or capability >= (9, 0), "prefill_precision", config.prefill_precision, limit, remedy)
         mixtures = config.model.experts
-        form = config.weight_only_precision, config.weight_group
-        experts = None if mixtures is None else ExpertKernels(kernels, few.dtype, mixtures, *form)
+        experts = None if mixtures is None else expert_kernels(config, kernels, mixtures)
         rows = logits_at_once(config.model)
         products = KernelProducts(few, chunk, rows, fp8_prompts=fp8, experts=experts)
     return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)

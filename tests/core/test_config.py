@@ -250,7 +250,7 @@ def test_how_far_dynamic_and_longrope_reach() -> None:
 EXPERTS: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": 0}, "experts.num_experts = 0: must be between 1 and"),
     ({"num_experts": 1000}, "experts.num_experts = 1000: must be <= 512; choose another model"),
-    ({"num_experts_per_tok": 9}, r"experts.num_experts_per_tok = 9: must be between 1 and min\(num_experts, 16\) = 8"),
+    ({"num_experts_per_tok": 9}, r"experts.num_experts_per_tok = 9: must be between 1 and min\(num_experts, 32\) = 8"),
 ]
 
 

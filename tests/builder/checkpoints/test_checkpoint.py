@@ -33,7 +33,7 @@ from tests.support.checkpoint_files import (
     run_build,
     write_gguf,
 )
-from tests.support.random_models import ARCHITECTURES, save_random_model
+from tests.support.random_models import ARCHITECTURES, MIXTURES, save_random_model
 from tests.support.sentencepiece import BYTES, SPACE, SPECIAL, sentencepiece_backend
 from tokenizers import AddedToken, Tokenizer
 
@@ -42,11 +42,11 @@ from kvseek.builder.checkpoints import gguf as gguf_checkpoint
 from kvseek.builder.checkpoints.gguf_tokenizer import ARRAYS, SCORES, TOKENS, TYPES, load_tokenizer
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, weight_reader, write_weights
+from kvseek.builder.checkpoints.weights import WeightFormat, check_tensors, weight_reader, write_weights
 from kvseek.core.config import RopeScaling
 from kvseek.core.errors import ConfigError
 from kvseek.core.rope import frequencies
-from kvseek.engine.model.weights import load_weights
+from kvseek.engine.model.weights import list_weights, load_weights
 
 PROMPT = torch.arange(150).mul(11).remainder(100).tolist()
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -70,12 +70,13 @@ def test_refused_paths(tmp_path: Path) -> None:
         checkpoint.tokenizer()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", *MIXTURES])
 def test_gguf_equals_the_hugging_face_checkpoint(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_checkpoint, "BLOCK_WEIGHTS", 1000)  # tensors are read in several blocks
-    model = save_random_model(tmp_path / "model", architecture)
+    mixed = {"mlp_only_layers": []} if architecture in MIXTURES else {}
+    model = save_random_model(tmp_path / "model", architecture, **mixed)
     expected, found = open_checkpoint(model), open_checkpoint(write_gguf(tmp_path / "m.gguf", model, architecture))
     changes = {"rms_norm_eps": pytest.approx(1e-6), "bos_token_id": None, "pad_token_id": None}
     assert vars(found.config) == vars(expected.config) | changes
@@ -83,6 +84,39 @@ def test_gguf_equals_the_hugging_face_checkpoint(
     assert all(torch.equal(found.tensor(name), tensor) for name, tensor in tensors.items())
     assert found.unused(set(tensors)) == set()
     assert found.unused(set(tensors) - {"model.norm.weight"}) == {"output_norm.weight"}
+
+
+def test_what_a_gguf_file_of_a_mixture_states(tmp_path: Path) -> None:
+    """Older files leave sizes of experts to the tensors; what cannot be is refused."""
+    model = save_random_model(tmp_path / "model", "qwen2_moe", mlp_only_layers=[])
+    path = write_gguf(tmp_path / "m.gguf", model, "qwen2_moe")
+    expected, sizes = open_checkpoint(path).config, ("expert_feed_forward_length", "expert_shared_feed_forward_length")
+    edit_gguf(path, lambda metadata, _: [metadata.pop(f"qwen2moe.{name}") for name in sizes])
+    assert open_checkpoint(path).config == expected
+
+    def refused(change: Callable[..., Any], message: str, kinds: dict[str, Any] | None = None) -> None:
+        copy = tmp_path / "bad.gguf"
+        shutil.copy(path, copy)
+        edit_gguf(copy, change, kinds)
+        bad = open_checkpoint(copy)
+        with pytest.raises(ConfigError, match=message):
+            check_tensors(bad, list_weights(bad.config))
+
+    name = "blk.1.ffn_up_exps.weight"
+    refused(lambda metadata, _: metadata.pop("qwen2moe.expert_count"), "qwen2moe.expert_count is missing")
+    refused(lambda _, tensors: tensors.pop(name), f"tensor {name} is missing")
+    refused(
+        lambda _, tensors: tensors.update({name: tensors[name][1:]}),
+        rf"bad.gguf: shape of {name} = \(5, 32, 192\): must be \(6, rows, columns\)",
+    )
+    key = "qwen2moe.expert_weights_norm"
+    kinds = {key: gguf.GGUFValueType.BOOL}
+    refused(lambda metadata, _: metadata.update({key: True}), f"{key} = True: must be a key that kvseek knows", kinds)
+    model = save_random_model(tmp_path / "qwen3", "qwen3_moe")
+    path = write_gguf(tmp_path / "m.gguf", model, "qwen3_moe")
+    key = "qwen3moe.expert_shared_feed_forward_length"
+    kinds = {key: gguf.GGUFValueType.UINT32}
+    refused(lambda metadata, _: metadata.update({key: 8}), f"{key} = 8: must be 0 or absent", kinds)
 
 
 def test_gguf_files_of_several_parts(tmp_path: Path) -> None:

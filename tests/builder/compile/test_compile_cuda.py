@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.plugins.cases import CASES as CASES_OF_METHODS
 from tests.plugins.cases import Settings
+from tests.support.emulated_kernels import expert_kernels
 from tests.support.random_models import save_random_model
 from tests.support.structs import KERNEL, NVRTC_OFFSET, ROOT, compiled_part, declared_structs, layout_assertions
 
@@ -143,12 +144,12 @@ def written_kernels(
     macros = macro_names(method, settings) | ({"KVSEEK_EXPERTS"} if experts else set())
     names = compile_cuda.unit_sources(method, [ROOT])
     texts = [compiled_part((ROOT / name).read_text(), macros) for name in names if not name.endswith("/products.cu")]
-    texts += [(ROOT / "kernels/cuda/layer/experts.cuh").read_text()] * experts
     found = {kernel: arguments for text in texts for kernel, arguments in KERNEL.findall(text)}
-    # kernels/cuda/layer/products.cu makes its kernels by a macro, as tests/kernels/cuda/layer/test_products.py checks.
+    # kernels/cuda/layer/products.cu makes its kernels by macros, as tests/kernels/cuda/layer checks.
     if dtype == "float32":
         return found
     beside = {INT4: ["int8_groups", "int8_asymmetric"]}.get(precision, [])
+    found |= expert_kernels("int8_asymmetric" in beside) if experts else {}
     for form in (Format.of(one, 32, torch.bfloat16) for one in {"none", precision, *beside}):
         found |= dict.fromkeys(product_names(form.kernel), "kvseek::LinearArguments")
         if form.precision != "none":
@@ -323,7 +324,7 @@ def test_kernels_compile_and_lie_in_memory_as_python_thinks(
     monkeypatch.setattr(core, "ProgramOptions", partial(core.ProgramOptions, ofast_compile="max"))
     method, settings = VARIANTS[number % len(VARIANTS)]
     dtype, dim, group, precision, arch = CASES[(number + 1) % len(CASES)]
-    experts = dtype != "float32" and precision != "int8_asymmetric" and number % 2 == 0
+    experts = dtype != "float32" and (number % 2 == 0 or precision == "int8_asymmetric")
     written = written_kernels(method, dtype, precision, settings, experts=experts)
     of_gpus = [structs for source, structs in declared_structs().items() if source.endswith((".cu", ".cuh"))]
     made = {name: one for structs in of_gpus for name, one in structs.items()}
