@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +27,7 @@ from kvseek.core.errors import KvseekError
 from kvseek.core.streams import InFlight
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.row_recorder import RowRecorder, Wanted
+from kvseek.kernels.cuda.attention.attend import LayerAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
 from kvseek.plugins.contract import LAST_QUERIES, Attention, Index
 from kvseek.plugins.registry import method_traits
@@ -121,6 +122,14 @@ class Retrieval:
         self._regions: _Regions | None = None  # of the last step
         self.refresh_seconds = 0.0
         self._budget = lru_cache(maxsize=1024)(self._budget_of)  # a slot's length changes only at evictions
+
+    def without_hot_rows(self) -> Retrieval:
+        """Make another retrieval over cache and indexes, on a GPU, whose attention neither reads nor writes hot rows."""
+        attentions = list[Attention]()
+        for one in self.attentions:
+            assert isinstance(one, LayerAttention), "engine/loading/indexes.py makes these"
+            attentions.append(replace(one, kernel=one.kernel.without_hot_rows()))
+        return Retrieval(self.config, self.cache, self.indexes, attentions)
 
     # A prompt: `expect`, then `store_layer` of every layer in order, then `finish_indexes`; `finish_rows` before a step.
 
@@ -296,6 +305,15 @@ class Retrieval:
     ) -> RowRecorder | None:
         """Make a recorder of a step; None if nobody wants to know what it selects."""
         return RowRecorder(states, attended, wanted, self.cache.config.sink, together=together) if wanted else None
+
+    def accept(self, slots: Sequence[int], surplus: Sequence[int]) -> None:
+        """End a step of several tokens a slot: take back the last ones, so many of each slot, before `end_step`.
+
+        None of them may have made others leave the window (Cache.room_in_ring).
+        """
+        for slot, count in zip(slots, surplus, strict=True):
+            self.cache.tokens[slot] -= count
+        self.end_step(slots)
 
     def end_step(self, slots: Sequence[int]) -> None:
         """Start the evictions that may run beside the step, which has been launched, and do the upkeep that is due."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cpu.attention.attend import HostAttention
 from kvseek.kernels.cuda.attention.attend import AttentionScratch, DeviceAttention, LayerAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames, fitting_steps
-from kvseek.plugins.contract import Attention, Index
+from kvseek.plugins.contract import Index
 from kvseek.plugins.registry import get_method, method_traits
 
 logger = logging.getLogger(__name__)
@@ -140,15 +139,6 @@ def device_retrieval(
     ]
     _tell_of_steps_not_kept(method_traits(config).kept_steps, indexes, made)
     return Retrieval(config, cache, indexes, attentions, [one.hot for one in made if one.hot is not None])
-
-
-def without_hot_rows(retrieval: Retrieval) -> Retrieval:
-    """Make another retrieval over the cache and indexes of one on a GPU, whose attention neither reads nor writes hot rows."""
-    attentions = list[Attention]()
-    for one in retrieval.attentions:
-        assert isinstance(one, LayerAttention), "device_retrieval makes these"
-        attentions.append(dataclasses.replace(one, kernel=one.kernel.without_hot_rows()))
-    return Retrieval(retrieval.config, retrieval.cache, retrieval.indexes, attentions)
 
 
 def _tell_of_steps_not_kept(steps: int, indexes: list[Index], attentions: list[DeviceAttention]) -> None:

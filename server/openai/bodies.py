@@ -113,6 +113,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     session_id: str | None = None
     retention_priority: int | None = None
     retention_seconds: float | None = None
+    speculate: bool | None = None
 
 
 class Parameters(CommonFields, kw_only=True):

@@ -238,6 +238,7 @@ def make_choices(
             cache_salt=salt,
             session=session,
             max_tokens_by_default=body.limit_field is None,
+            speculate=body.speculate is not False,
         )
         names = {"input_ids": body.prompt_field, "max_tokens": body.limit_field or "max_tokens, by default,"}
         names |= _guide_names(body, form)
