@@ -20,7 +20,9 @@ SERVER_THREADS := $(if $(THREADS),--threads $(THREADS))
 LOAD := .cache/load
 PERF_ANALYZER := $(LOAD)/perf_analyzer/bin/perf_analyzer
 AIPERF := $(LOAD)/aiperf/bin/aiperf
+LM_EVAL_VERSION := 0.4.13
 LM_EVAL := $(LOAD)/lm_eval/bin/lm_eval
+LM_EVAL_MODELS := .cache/lm_eval/lm_eval/__init__.py
 BRIDGES := .cache/bridges/bin/python
 AGENTS := .cache/agents/bin/litellm
 HUB := git+https://github.com/xAlg-ai/sparse-attention-hub@1a048c9314b6b2cb7e8a7553f744c478b8abfef0
@@ -41,7 +43,7 @@ demo: engine ## build, serve, ask two questions about a long document, shut down
 serve: engine ## leave the server running in the foreground (Ctrl-C ends it)
 	$(BIN)/kvseek serve --engine_dir $(ENGINE) $(PORTS) $(SERVER_THREADS)
 
-test: install model ## the tests but for the slow ones; those that need a GPU are skipped without one
+test: install model $(LM_EVAL_MODELS) ## the tests but for the slow ones; those that need a GPU are skipped without one
 	$(PYTEST) -m "not slow"
 
 test-slow: install model $(PERF_ANALYZER) ## soak, fuzz, load and faults of real servers, real models, whole benchmarks: what make test leaves out
@@ -99,7 +101,11 @@ $(LM_EVAL): | install
 	$(PYTHON) -m venv $(LOAD)/lm_eval
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	    > $$($(LOAD)/lm_eval/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/kvseek.pth
-	$(LOAD)/lm_eval/bin/pip install -q $(PIP_ARGS) 'lm_eval[api]==0.4.13' 'pyarrow<21'
+	$(LOAD)/lm_eval/bin/pip install -q $(PIP_ARGS) 'lm_eval[api]==$(LM_EVAL_VERSION)' 'pyarrow<21'
+
+$(LM_EVAL_MODELS): | install  # what models need of it: 9 MB to fetch, 4 to keep; tasks need pyarrow
+	$(BIN)/pip install -q $(PIP_ARGS) --no-deps --target .cache/lm_eval lm_eval==$(LM_EVAL_VERSION)
+	rm -r .cache/lm_eval/lm_eval/tasks
 
 test-bridges: $(BRIDGES) ## bench/bridges in kvpress and sparse-attention-hub, and their choices beside those of plugins/peers; 1 GB
 	$(BRIDGES) -m pytest -p no:cacheprovider tests/bench/bridges tests/plugins/peers/test_theirs.py
@@ -120,7 +126,7 @@ $(AGENTS): | install
 	    anthropic==2.14.0
 
 # mypy has one thread, so it runs beside the tests; lint has made the links that it needs.
-check: lint model $(PERF_ANALYZER) ## lint, types and all tests: what .ci/run calls
+check: lint model $(PERF_ANALYZER) $(LM_EVAL_MODELS) ## lint, types and all tests: what .ci/run calls
 	$(BIN)/mypy -p kvseek & types=$$!; $(PYTEST); tests=$$?; wait $$types && exit $$tests
 
 check-install: install ## the Dockerfile's installation of target cpu without Docker, in a temporary folder; minutes, 3 GB

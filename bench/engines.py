@@ -70,7 +70,7 @@ def served_config(
     """
     cache = variant.cache
     if arguments.layers is not None:
-        model = dataclasses.replace(model, num_layers=arguments.layers)
+        model = model.first_layers(arguments.layers)
     if not cache.bounds:
         on_device = arguments.device == "cuda" and "offload" not in variant.cache_fields
         offload = "never" if on_device else cache.offload

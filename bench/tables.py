@@ -36,7 +36,7 @@ TASKS = {  # of the suite needle, and their headings
     "variable_tracking": "variables",
 }
 
-PERPLEXITY = ("perplexity-cpu-smollm2", "perplexity-methods-cpu-smollm2")
+PERPLEXITY = "perplexity-cpu-smollm2"
 BUDGETS = (256, 1024)  # tokens that a step attends to, of all methods
 WITHIN = 3  # points of `full` within which wide answers should be
 NEEDLE = ("needle-gpu-32k-layers-together", "needle-h100-128k-layers-together")
@@ -185,25 +185,54 @@ WEIGHTS = {  # what is said of them, and the fields of a variant
 
 def weights(results: Results) -> Rows:
     """What weights of fewer bits gain: a step of one request, tokens a second of eight, a prompt."""
-    alone = one(results("decode-weights-h200")["phases"], offload="never")["cells"][0]
+    alone = {  # the baseline's rows always lie on the device
+        phase["offload"]: [
+            entry
+            for entry in phase["cells"][0]["results"]
+            if (phase["offload"] == "always") == (entry["host_layers"] > 0)
+        ]
+        for phase in results("decode-weights-h200")["phases"]
+    }
     eight, read = (results(name)["results"] for name in ("throughput-weights-h200", "prefill-fp8-h200"))
     yield (
         "weights",
         "a step of one request, ms",
+        "rows in host memory",
         "8 requests, tokens/s",
         f"a prompt of {read[0]['tokens']:,} tokens, s",
     )
     for words, fields in WEIGHTS.items():
         row = (
-            [
-                milliseconds(entry["step_seconds"]["median"])
-                for entry in alone["results"]
-                if entry["method"] == "nested" + fields
-            ],
+            *(
+                [
+                    milliseconds(entry["step_seconds"]["median"])
+                    for entry in alone[offload]
+                    if entry["method"] == "nested" + fields
+                ]
+                for offload in ("never", "always")
+            ),
             [f"{entry['tokens_per_second']:,.0f}" for entry in eight if entry["method"] == "nested" + fields],
             [f"{entry['seconds']['median']:.2f}" for entry in read if entry["method"] == "full" + fields],
         )
         yield (words, *("".join(found) for found in row))
+
+
+def mixtures(results: Results) -> Rows:
+    """A step of a mixture of experts; rows of methods that retrieve lie in host memory."""
+    yield ("", "a step, ms")
+    for entry in one(results("moe-h200")["phases"], offload="always")["cells"][0]["results"]:
+        yield (f"`{entry['method']}`", with_ratio(entry))
+
+
+def conversation(results: Results) -> Rows:
+    """A conversation that grows: how long turns wait."""
+    yield ("", "tokens read", "TTFT, s")
+    talk = one(results("conversation-h200")["conversations"], method="nested")
+    read, waited, alone = f"{talk['read_tokens']['p50']:.0f}", talk["ttft_seconds"], talk["fresh_ttft_seconds"]["p50"]
+    yield (f"a turn of {talk['turns']}, p50; p99", read, f"{waited['p50']:.2f}; {waited['p99']:.2f}")
+    yield ("as many tokens alone", read, f"{alone:.2f}")
+    for name, what in (("edited", "an edit in the middle"), ("forked", "another turn from the middle on")):
+        yield (what, f"{talk[name]['read_tokens']:,}", f"{talk[name]['ttft_seconds']:.2f}")
 
 
 def evictions(results: Results) -> Rows:
@@ -307,22 +336,6 @@ def _points(parts: Sequence[float], reference: Sequence[float]) -> str:
     return f"**{points:+.1f}**" if points < -WITHIN else f"{points:+.1f}"
 
 
-def perplexities(results: Results) -> Rows:
-    found = results(PERPLEXITY[0])
-    first = found["results"][0]
-    yield ("", "tokens attended to", "perplexity", f"× `{first['name']}`, %", "likely tokens", "others")
-    for entry in found["results"]:
-        if any(part in entry["name"] for part in ("top_k=256", "candidates=8")):  # choosing.md shows what is between
-            continue
-        attended = f"{entry['attended_tokens']:,.0f}"
-        rises = (
-            (rise(entry), *(f"{entry[kind]:+.1f}" for kind in ("likely", "unlikely")))
-            if entry is not first
-            else [""] * 3
-        )
-        yield (f"`{entry['name']}`", attended, f"{entry['perplexity']:.2f}", *rises)
-
-
 def rounded_rows(results: Results) -> Rows:
     """Perplexity with rows of the engine's type and with rows in 8 bits, of each method."""
     found = {entry["name"]: entry["perplexity"] for entry in results("perplexity-rows-cpu-smollm2")["results"]}
@@ -334,7 +347,7 @@ def rounded_rows(results: Results) -> Rows:
 
 def losses(results: Results) -> Rows:
     """What each method loses at its default: of perplexity and of needle answers; bold beyond 1 % or a point."""
-    entries = [entry for name in PERPLEXITY for entry in results(name)["results"]]
+    entries = results(PERPLEXITY)["results"]
     documents = [results(name) for name in NEEDLE]
     asked = (
         (document["cells"][0]["length"], sum(c["questions"] for c in document["cells"] if c["engine"] == "full"))
@@ -406,7 +419,7 @@ def _lost(document: dict[str, Any], method: str, rows: int) -> str:
 
 def loss_and_time(results: Results) -> Rows:
     """What settings lose of perplexity beside what their steps take, where both were measured."""
-    losses, times = results(PERPLEXITY[0])["results"], results("budgets-h200")
+    losses, times = results(PERPLEXITY)["results"], results("budgets-h200")
     yield ("", "perplexity over `full`, %", "on the worst text, %", "a step, rows in GPU memory", "rows in host memory")
     settings = {entry["name"]: parse_variants(entry["name"])[0] for entry in losses[1:]}
     for entry in sorted(losses[1:], key=lambda one: _method_and_rows(settings[one["name"]])):
@@ -800,11 +813,12 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "long contexts": long_contexts,
     "throughput": throughput,
     "weights": weights,
+    "mixtures": mixtures,
+    "a conversation": conversation,
     "evictions": evictions,
     "selections": selections,
     "prompts": prompts,
     "answers": answers,
-    "perplexity": perplexities,
     "losses": losses,
     "rounded rows": rounded_rows,
     "loss and time": loss_and_time,

@@ -123,10 +123,9 @@ class _Build:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What becomes of a quantised checkpoint's numbers."""
-        if self.own is None:
-            return ()
-        return (self.own.describe(self.config, self.checkpoint.quantised_by), *self.checkpoint.notes)
+        """What becomes of a quantised checkpoint's numbers, and what of the checkpoint is not used."""
+        own = [] if self.own is None else [self.own.describe(self.config, self.checkpoint.quantised_by)]
+        return (*own, *self.checkpoint.notes)
 
     @property
     def alternatives(self) -> dict[str, WeightFormat]:
@@ -176,7 +175,7 @@ def build_engine(options: BuildOptions) -> bool:
         If the engine's logits are not transformers', or transformers cannot run the checkpoint. The engine is not kept.
     """
     console = Console(stderr=True, quiet=options.quiet, markup=False)  # names may hold brackets
-    checkpoint = open_checkpoint(options.model, options.tokenizer)
+    checkpoint = open_checkpoint(options.model, options.tokenizer, text_only=options.text_only)
     output_dir = options.output_dir.resolve()
     refuse_foreign(output_dir)
     remove_leftovers(output_dir)
@@ -203,7 +202,9 @@ def build_engine(options: BuildOptions) -> bool:
 
 def engine_fingerprint(options: BuildOptions) -> str:
     """Return the fingerprint of an engine built with these options now; raises as `build_engine` does before it writes."""
-    return _Build.of(options, open_checkpoint(options.model, options.tokenizer)).fingerprint
+    return _Build.of(
+        options, open_checkpoint(options.model, options.tokenizer, text_only=options.text_only)
+    ).fingerprint
 
 
 def _check_logits(build: _Build, directory: Path, console: Console) -> None:

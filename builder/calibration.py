@@ -41,6 +41,7 @@ from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.engine.model.reference import TorchOperations, causal_attention
 from kvseek.engine.model.weights import EXPERTS, SHARED, list_weights, load_weights
 from kvseek.engine.tokenizer import Tokenizer
+from kvseek.kernels.reference.delta_net import DeltaPrompt, read_prompts
 
 CPU = torch.device("cpu")
 ALTERNATIVES = ("int8", INT4)  # weight_only_precisions that are compared, too, where the engine has another
@@ -242,17 +243,24 @@ class WindowedText:
         attention = causal_attention_device if self.device.type == "cuda" else causal_attention
         for number in range(self.model.num_layers):
             weights = {name: tensor.to(self.device) for name, tensor in layers(number).items()}
-            layer = Layer(weights, number, self.products, self.model.experts)
+            layer = Layer(weights, number, self.products, self.model)
             if record is not None:
                 _record(layer, number, weights, record)
             del weights
             for start, stop in self.spans:
                 x, tokens = hidden[start:stop], stop - start
+                if layer.delta_net is not None:
+                    begun = [DeltaPrompt.begin(layer.delta_net.config, x.dtype, x.device)]
+                    projected = layer.project_state(self._ops, x, None, prompt=True)
+                    mixed, _ = read_prompts(*projected, begun, [tokens], layer.delta_net)
+                    x += layer.finish(self._ops, x, mixed, prompt=True)
+                    advance(1)
+                    continue
                 keys, values = x.new_empty(2, kv_heads, tokens, dim)
                 qkv, rotation = layer.project(self._ops, x, None, prompt=True), rope(0, tokens, tokens)
                 q = self._ops.rope_prompt(qkv, rotation, keys, values, 0, layer.q_norm, layer.k_norm)
-                attended = attention(q.transpose(0, 1), keys, values, dim**-0.5)
-                x += layer.finish(self._ops, x, attended.flatten(1), prompt=True)
+                attended = layer.gate(attention(q.transpose(0, 1), keys, values, dim**-0.5).flatten(1), qkv)
+                x += layer.finish(self._ops, x, attended, prompt=True)
                 advance(1)
             del layer  # before the next one is read
         return hidden

@@ -36,8 +36,10 @@ from kvseek.engine.cache.memory_layout import (
     lay_out_rows,
     layer_extent_bytes,
     slot_count,
+    state_bytes,
     window_bytes,
 )
+from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.row_storage import can_pin
 from kvseek.engine.loading.memory import HOPPER, DryRun, IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported
@@ -205,12 +207,13 @@ class FitSearch:
     @property
     def token_row_bytes(self) -> int:
         """Bytes of a cached token's rows in all layers, wherever they lie."""
-        return self.model.num_layers * layer_extent_bytes(self.asked, self.dtype) // EXTENT_TOKENS
+        return len(self.model.row_layers) * layer_extent_bytes(self.asked, self.dtype) // EXTENT_TOKENS
 
     @property
     def slot_window_bytes(self) -> int:
-        """Bytes of a slot's window in all layers."""
-        return window_bytes(self.asked, self.dtype) // slot_count(self.asked)
+        """Bytes of a slot's window and states in all layers."""
+        whole = window_bytes(self.asked, self.dtype) + state_bytes(self.asked, self.dtype)
+        return whole // slot_count(self.asked)
 
     def work_bytes(self, config: EngineConfig) -> int:
         """Bytes of a rank's work space."""
@@ -325,7 +328,7 @@ def host_layout(config: EngineConfig, needs: IndexNeeds, weight_bytes: int, work
     """
     dtype = getattr(torch, config.dtype)
     rows = host_rows(config, dtype)
-    index, windows = needs.extent * rows.capacity, window_bytes(config, dtype)
+    index, windows = needs.extent * rows.capacity, window_bytes(config, dtype) + state_bytes(config, dtype)
     return MemoryLayout(rows, 0, weight_bytes, index, windows, work + needs.fixed)
 
 
@@ -335,22 +338,23 @@ def print_fit(options: FitOptions, console: Console) -> None:
     if options.as_json:
         print_json(document)
         return
-    model, engine = document["model"], document["engine"]
+    model, engine, layers = document["model"], document["engine"], document["layers_with_rows"]
     where = f"cache.offload {document['cache']['offload']}" if document["device"] == "cuda" else "device cpu"
     ranks = f"; sizes are those of each of {options.tp_size} ranks" * (options.tp_size > 1)
     groups = f" in groups of {document['weight_group']}" * (document["weight_only_precision"] == INT4)
     head = " with quantize_lm_head" * document["quantize_lm_head"]
     where += f", cache.row_dtype {document['cache']['row_dtype']}" * (document["cache"]["row_dtype"] != "auto")
+    rowless = f" ({layers} with rows)" * (layers < model["num_layers"])
     console.print(
-        f"{options.model.name}: {model['architecture']}, {model['num_layers']} layers, {model['num_heads']} query and "
+        f"{options.model.name}: {model['architecture']}, {model['num_layers']} layers{rowless}, {model['num_heads']} query and "
         f"{model['num_kv_heads']} KV heads of {model['head_dim']} channels; {document['method']}, {document['dtype']}, "
         f"weight_only_precision {document['weight_only_precision']}{groups}{head}, runtime {document['runtime']}, {where}{ranks}"
     )
     console.print(_parts_table(document["bytes"], document["device"]))
-    console.print(_engine_table(engine, model["num_layers"], document))
+    console.print(_engine_table(engine, layers, document))
     if engine["limit"]:
         console.print(f"does not fit, {engine['limit']}: {engine['reason']}\n")
-    console.print(_contexts_table(document["contexts"], model["num_layers"], document["device"]))
+    console.print(_contexts_table(document["contexts"], layers, document["device"]))
     console.print(_batches_table(document["batches"]))
     for note in document["notes"]:
         console.print(f"- {note}")
@@ -358,13 +362,14 @@ def print_fit(options: FitOptions, console: Console) -> None:
 
 def fit_document(options: FitOptions) -> Document:
     """The whole report as JSON values; sizes in bytes."""
-    checkpoint = open_checkpoint(options.model, options.tokenizer)
+    checkpoint = open_checkpoint(options.model, options.tokenizer, text_only=options.text_only)
     own = own_numbers(checkpoint, options.choices["device"])
     search = FitSearch(options, checkpoint.config, own)
     asked = search.asked
     attempt = search.attempt(asked.max_seq_len, asked.max_batch_size)
     return {
         "model": dataclasses.asdict(search.model),
+        "layers_with_rows": len(search.model.row_layers),
         "reach": search.reach,
         "device": asked.device,
         "tp_size": options.tp_size,
@@ -420,6 +425,9 @@ def _notes(search: FitSearch) -> list[str]:
     if search.model.max_position_embeddings > search.reach:
         notes.append(f"The model reaches {search.reach:,} tokens: a build refuses a larger --max_seq_len.")
     notes += search.notes
+    if search.model.delta_net is not None and reuses_prefixes(search.asked):
+        most = readable(search.asked.cache.reuse_state_bytes)
+        notes.append(f"States that are kept for later requests take up to {most} of host memory besides.")
     if search.asked.dtype == "float32":
         notes.append("float32 is the default of kvseek build; --dtype bfloat16 halves weights and rows.")
     return notes

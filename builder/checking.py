@@ -23,7 +23,7 @@ from torch import Tensor
 from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.gguf import GgufCheckpoint
 from kvseek.builder.checkpoints.hugging_face import HuggingFaceCheckpoint
-from kvseek.builder.checkpoints.model_config import ARCHITECTURES
+from kvseek.builder.checkpoints.model_config import ARCHITECTURES, DELTA_KEYS
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import OwnNumbers, WeightFormat, own_numbers, total_size
 from kvseek.core.config import EXTENT_TOKENS, FP8_GROUPS, EngineConfig, ModelConfig, read_config
@@ -220,7 +220,7 @@ def check_existing(directory: Path, model: Path | None, console: Console) -> int
                 f"model: {directory} was built from {name}, which is neither in {places[0]} nor in {places[1]}; name the "
                 "checkpoint with --model"
             )
-    found = check_engine(directory, open_checkpoint(model))
+    found = check_engine(directory, open_checkpoint(model, text_only=None))
     console.print(f"{directory}: {found.text}", soft_wrap=True)
     return 0 if found.checked else 1
 
@@ -393,20 +393,29 @@ def hugging_face_config(model: ModelConfig) -> Any:
     import transformers
 
     names = {ours: theirs for theirs, ours in ARCHITECTURES.items() if theirs != "MistralForCausalLM"}
-    config_class = getattr(transformers, names[model.architecture].replace("ForCausalLM", "Config"))
-    experts = model.experts
-    mixture: dict[str, Any] = {}
+    kind = "TextConfig" if model.architecture.startswith("qwen3_5") else "Config"
+    config_class = getattr(transformers, names[model.architecture].replace("ForCausalLM", kind))
+    experts, states = model.experts, model.delta_net
+    mixture: dict[str, Any] = {"num_experts": 0} if model.architecture == "qwen3_next" else {}
     if experts is not None:
         mixture = {name: getattr(experts, name) for name in ("num_experts", "num_experts_per_tok", "norm_topk_prob")}
         mixture |= {"moe_intermediate_size": experts.intermediate_size, "mlp_only_layers": list(experts.dense_layers)}
         if experts.shared_intermediate_size is not None:
-            mixture |= {"shared_expert_intermediate_size": experts.shared_intermediate_size, "qkv_bias": model.qkv_bias}
+            mixture |= {"shared_expert_intermediate_size": experts.shared_intermediate_size}
+            mixture |= {"qkv_bias": model.qkv_bias} if model.architecture == "qwen2_moe" else {}
+    if states is not None:
+        kinds = [
+            "linear_attention" if model.has_state(layer) else "full_attention" for layer in range(model.num_layers)
+        ]
+        mixture |= {"layer_types": kinds, **{key: getattr(states, name) for name, key in DELTA_KEYS.items()}}
     same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "max_position_embeddings")
     biases = {"attention_bias": model.output_bias} | ({"mlp_bias": True} if model.mlp_bias else {})
     rope: dict[str, Any] = {"rope_type": "default"}
     if model.rope_scaling is not None:
         scaling = {name: value for name, value in dataclasses.asdict(model.rope_scaling).items() if value is not None}
         rope = {"rope_type": scaling.pop("kind"), **scaling}
+    if states is not None:
+        rope["partial_rotary_factor"] = (model.rotary_dim or model.head_dim) / model.head_dim
     return config_class(
         **{name: getattr(model, name) for name in same},
         num_hidden_layers=model.num_layers,

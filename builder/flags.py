@@ -87,6 +87,8 @@ class FlagParser(Parser):
         add(
             "--tokenizer", type=Path, metavar="DIR", help="directory of the tokenizer (default: it lies with the model)"
         )
+        images = "of a checkpoint that also reads images, build the text part; all else is left out"
+        add("--text_only", action="store_true", help=images)
         add(
             "--output_dir",
             type=Path,

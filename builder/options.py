@@ -58,6 +58,7 @@ class EngineOptions:
     tensorrt: dict[str, Any] = field(default_factory=dict)
     block_sparse: dict[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
+    text_only: bool = False  # leave out what a checkpoint has for images
     preset: str | None = None  # of the method (plugins/registry.py); fields that were given override it
 
     @property
@@ -141,10 +142,9 @@ def _refuse_dense_sizes(config: EngineConfig) -> None:
     for name in ("budget", "dense_tail"):
         value, limit = getattr(own, name), f"< max_input_len = {config.max_input_len}"
         require(value < config.max_input_len, f"block_sparse.{name}", value, limit, remedy)
-    layers = config.model.num_layers
-    require(
-        own.dense_layers < layers, "block_sparse.dense_layers", own.dense_layers, f"< num_layers = {layers}", remedy
-    )
+    layers, value = len(config.model.row_layers), own.dense_layers
+    of_rows = "" if config.model.delta_net is None else " that attend"
+    require(value < layers, "block_sparse.dense_layers", value, f"< num_layers{of_rows} = {layers}", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +252,7 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
         out of range are found by `EngineOptions.engine_config`.
     """
     groups = (*GROUPS, "method_config")
-    others = ("model", "output_dir", "method", "preset", "tokenizer", "cuda_archs", "quiet", "check")
+    others = ("model", "output_dir", "method", "preset", "tokenizer", "text_only", "cuda_archs", "quiet", "check")
     known = (*ENGINE_FIELDS, *LIMITS, *groups, *others)
     refuse_unknown(dict(values), known, "build options")
     get_method(values["method"])  # raises if it is unknown
@@ -353,6 +353,7 @@ def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
         "model": values["model"],
         "method": values["method"],
         "tokenizer": values.get("tokenizer"),
+        "text_only": bool(values.get("text_only")),
         "choices": {
             name: values.get(name, defaults[name])
             for name in ENGINE_FIELDS

@@ -20,8 +20,9 @@ from .errors import EngineDirectoryError, from_dict, read_fields, refuse_unknown
 FORMAT_VERSION = 3  # the format of engine directories
 CONFIG_FILE = "config.json"
 CHECK_CONFIG = "check what the checkpoint states of the model, in config.json or a GGUF file's metadata"
-MODEL_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # of ModelConfig
-MOST_EXPERTS, MOST_CHOSEN = 512, 16  # of a layer, and of those for a token: what a block of the GPU's router takes
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # architectures of which some layers keep a state instead of rows
+MODEL_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", *HYBRIDS)  # of ModelConfig
+MOST_EXPERTS, MOST_CHOSEN = 512, 32  # of a layer, and of those for a token: what a block of the GPU's router takes
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
 MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
@@ -34,6 +35,7 @@ ASYMMETRIC_GROUP = (
     16  # inputs of a group of int8_asymmetric: the fewest that share a scale in blocks of GGUF, and in NVFP4
 )
 FP8_GROUP = 128  # inputs of a group of FP8_GROUPS: those of the blocks of published checkpoints
+STATE_BLOCK = 64  # tokens whose changes of a Gated DeltaNet layer's state are computed together
 KEY_BLOCK = 64  # tokens that sparse attention of prompts chooses together
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")  # of RopeScaling
 CHOICES = {  # the values that EngineConfig's fields of type str allow
@@ -165,8 +167,55 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class DeltaNetConfig:
+    """The Gated DeltaNet layers of a hybrid decoder (arXiv:2412.06464), which keep a state of one size and no rows.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        Their numbers, ascending; all others attend, and have rows.
+    num_key_heads, num_value_heads : int
+        Heads of queries and keys, and of values: a multiple, of which neighbours share a query and a key.
+    key_head_dim, value_head_dim : int
+        Channels of a query and a key, and of a value.
+    conv_kernel : int
+        Tokens that the convolution before the heads reaches back, itself included.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel"):
+            size, limit = getattr(self, name), f"between 1 and {MOST_SIZE}"
+            require(0 < size <= MOST_SIZE, f"delta_net.{name}", size, limit, CHECK_CONFIG)
+        keys, values = self.num_key_heads, self.num_value_heads
+        limit = f"a multiple of num_key_heads = {keys}"
+        require(values % keys == 0, "delta_net.num_value_heads", values, limit, CHECK_CONFIG)
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys of a token."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all values of a token."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels that the convolution mixes: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama (or Mistral, which differs in nothing else), Qwen2 or Qwen3 decoder, with or without experts."""
+    """Shape of a Llama (or Mistral, which differs in nothing else), Qwen2 or Qwen3 decoder or a hybrid, maybe with experts."""
 
     architecture: str  # one of MODEL_ARCHITECTURES
     vocab_size: int
@@ -192,15 +241,24 @@ class ModelConfig:
     """Tokens that the model's attention reaches back, itself included; None: all."""
     experts: ExpertsConfig | None = None
     """None: every layer has one MLP, of intermediate_size."""
+    rotary_dim: int | None = None
+    """Channels of a head that RoPE rotates, in an engine those of pairs 0, 1, ...; None: all."""
+    gated_attention: bool = False
+    """Whether what a head has attended to is multiplied with the sigmoid of a gate, which q_proj gives beside the query."""
+    centred_norms: bool = False
+    """Whether the weights of norms are differences from 1; that of a Gated DeltaNet layer's outputs is not."""
+    delta_net: DeltaNetConfig | None = None
+    """None: every layer attends."""
 
     def __post_init__(self) -> None:
         known, own = MODEL_ARCHITECTURES, self.architecture
         require(own in known, "architecture", own, f"one of {known}", "convert the model")
         fits, limit = (
-            (self.experts is not None) == own.endswith("_moe"),
+            (self.experts is not None) == own.endswith("_moe") or own == "qwen3_next",  # which may have either
             f"stated with architecture = {own!r} if that has any",
         )
         require(fits, "experts", self.experts, limit, CHECK_CONFIG)
+        self._check_states()
         sizes = (
             "vocab_size",
             "hidden_size",
@@ -227,15 +285,33 @@ class ModelConfig:
         require(0 < reach <= MOST_POSITIONS, name, reach, f"between 1 and {MOST_POSITIONS}", CHECK_CONFIG)
         self._check_tokens()
 
+    def _check_states(self) -> None:
+        """Refuse layers with states in a decoder that has none, or that no layer is left without."""
+        states, own = self.delta_net, self.architecture
+        fits = (states is not None) == (own in HYBRIDS)
+        limit = f"stated with architecture = {own!r} if that is one of {HYBRIDS}"
+        require(fits, "delta_net", states, limit, CHECK_CONFIG)
+        rotated, limit = self.rotary_dim, f"even, between 2 and head_dim = {self.head_dim}, or null"
+        fits = rotated is None or (0 < rotated <= self.head_dim and rotated % 2 == 0)
+        require(fits, "rotary_dim", rotated, limit, CHECK_CONFIG)
+        if states is None:
+            return
+        numbers = states.layers
+        fits = sorted(set(numbers)) == list(numbers) and set(numbers) < set(range(self.num_layers))
+        limit = f"ascending, of layers 0 to {self.num_layers - 1}, and not all of these"
+        remedy = "a layer that attends is needed: use another checkpoint"
+        require(fits, "delta_net.layers", numbers, limit, remedy)
+
     def _check_scaling(self) -> None:
         """Refuse a scaling that does not fit the heads."""
-        scaling, pairs = self.rope_scaling, self.head_dim // 2
+        scaling, pairs = self.rope_scaling, (self.rotary_dim or self.head_dim) // 2
         if scaling is not None and scaling.kind == "longrope":
+            of = "head_dim" if self.rotary_dim is None else "rotary_dim"
             for name in ("short_factor", "long_factor"):
-                found, limit = len(getattr(scaling, name)), f"head_dim / 2 = {pairs} numbers"
+                found, limit = len(getattr(scaling, name)), f"{of} / 2 = {pairs} numbers"
                 require(found == pairs, f"length of rope_scaling.{name}", found, limit, CHECK_CONFIG)
         if scaling is not None and scaling.kind == "dynamic":  # whose exponent is head_dim / (head_dim - 2)
-            require(self.head_dim > 2, "head_dim", self.head_dim, "> 2 with dynamic RoPE", CHECK_CONFIG)
+            require(pairs > 1, "head_dim", self.head_dim, "> 2 with dynamic RoPE", CHECK_CONFIG)
 
     def _check_tokens(self) -> None:
         """Refuse ids that are no tokens: an end id that is never drawn would never end an answer."""
@@ -249,7 +325,9 @@ class ModelConfig:
         """Raise ConfigError unless the model can be divided among so many ranks (core/ranks.py)."""
         require(tp_size >= 1, "tp_size", tp_size, ">= 1", "set --tp_size")
         remedy = "choose another --tp_size"
-        for name, size in {"num_heads": self.num_heads, **self.mlp_sizes}.items():
+        states = self.delta_net
+        own = {} if states is None else {"delta_net.num_key_heads": states.num_key_heads}
+        for name, size in {"num_heads": self.num_heads, **own, **self.mlp_sizes}.items():
             require(size % tp_size == 0, "tp_size", tp_size, f"a divisor of {name} = {size}", remedy)
         heads = self.num_kv_heads
         limit = f"a divisor or a multiple of num_kv_heads = {heads}"
@@ -259,7 +337,32 @@ class ModelConfig:
         """Inputs of the matrices that each of `tp_size` ranks multiplies with."""
         queries, name = self.num_heads * self.head_dim // tp_size, "num_heads * head_dim"
         intermediate = {name: size // tp_size for name, size in self.mlp_sizes.items()}
-        return {"hidden_size": self.hidden_size, name: queries, **intermediate}
+        states = {} if self.delta_net is None else {"delta_net values": self.delta_net.values // tp_size}
+        return {"hidden_size": self.hidden_size, name: queries, **states, **intermediate}
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer keeps a state instead of rows."""
+        return self.delta_net is not None and layer in self.delta_net.layers
+
+    @property
+    def row_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that attend and have rows. Cache, indexes and attention number these alone, from 0."""
+        return tuple(layer for layer in range(self.num_layers) if not self.has_state(layer))
+
+    def first_layers(self, count: int) -> ModelConfig:
+        """Return the model of the first layers, of which one must attend."""
+        states, experts = self.delta_net, self.experts
+        if states is not None:
+            states = dataclasses.replace(states, layers=tuple(layer for layer in states.layers if layer < count))
+        if experts is not None:
+            experts = dataclasses.replace(experts, dense_layers=tuple(n for n in experts.dense_layers if n < count))
+        return dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts)
+
+    def with_row_layers(self, count: int) -> ModelConfig:
+        """Return a model of so many layers, which all have rows: what is kept of rows is the same for both."""
+        own = "qwen3" if self.delta_net is not None else self.architecture
+        experts = self.experts if own == self.architecture else None
+        return dataclasses.replace(self, architecture=own, num_layers=count, experts=experts, delta_net=None)
 
     @property
     def mlp_sizes(self) -> dict[str, int]:
@@ -319,6 +422,10 @@ class CacheConfig:
     cached_prefill : str
         What the tokens of a prompt attend to whose beginning is reused: "dense", all tokens before them, or "sparse", what decode
         steps would attend to.
+    reuse_state_tokens : int
+        Of hybrids: while a prompt is read, states are kept after each so many tokens, where a later request can go on.
+    reuse_state_bytes : int
+        Of hybrids: upper bound of the states that are kept in host memory; the least recently used go first.
     """
 
     sink: int = 64
@@ -332,6 +439,8 @@ class CacheConfig:
     reuse_host_bytes: int | None = None
     cached_prefill: str = "dense"
     row_dtype: str = "auto"
+    reuse_state_tokens: int = 8192
+    reuse_state_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
         require(self.sink >= 0, "cache.sink", self.sink, ">= 0", "64 is the default")
@@ -358,6 +467,13 @@ class CacheConfig:
         require(self.row_dtype in types, "cache.row_dtype", self.row_dtype, f"one of {types}", "auto is the default")
         idle = self.cached_prefill == "sparse" and self.reuse is False
         require(not idle, name, "sparse", "dense with cache.reuse = False", "no beginning of a prompt is reused then")
+
+        fits, limit = (
+            self.reuse_state_tokens % STATE_BLOCK == 0 < self.reuse_state_tokens,
+            f"a multiple of {STATE_BLOCK}",
+        )
+        require(fits, "cache.reuse_state_tokens", self.reuse_state_tokens, limit, "8192 is the default")
+        require(self.reuse_state_bytes >= 0, "cache.reuse_state_bytes", self.reuse_state_bytes, ">= 0", "0 keeps none")
 
     @property
     def bounds(self) -> dict[str, int]:
@@ -501,6 +617,7 @@ class EngineConfig:
         fits = self.max_seq_len <= self.model.max_position_embeddings
         require(fits, "max_seq_len", self.max_seq_len, limit, self._why_no_further())
         self._check_experts()
+        self._check_states()
         window = self.model.sliding_window
         within = window is None or self.max_seq_len <= window
         remedy = f"attention here has no sliding window: build with --max_seq_len {window}, or use another checkpoint"
@@ -521,6 +638,24 @@ class EngineConfig:
         require(value == "none", "prefill_precision", value, limit, "grouped products take 16 bits: leave it out")
         limit, remedy = "bfloat16 or float16 with a mixture of experts on cuda", "choose one with --dtype"
         require(self.dtype != "float32", "dtype", self.dtype, limit, remedy)
+
+    def _check_states(self) -> None:
+        """Refuse what layers with states are not computed with."""
+        if self.model.delta_net is None:
+            for name in ("reuse_state_tokens", "reuse_state_bytes"):
+                value, usual = getattr(self.cache, name), getattr(CacheConfig, name)
+                limit = f"left out with architecture = {self.model.architecture!r}"
+                require(value == usual, f"cache.{name}", value, limit, "no layer keeps a state")
+            return
+        limit = "'torch' with Gated DeltaNet layers"
+        require(self.runtime == "torch", "runtime", self.runtime, limit, "plans have no such: leave --runtime out")
+        value, remedy = self.cache.cached_prefill, "their states follow a prompt's blocks: leave it out"
+        require(value == "dense", "cache.cached_prefill", value, "'dense' with Gated DeltaNet layers", remedy)
+        fits, limit = (
+            self.tp_size == 1 or not self.cache.reuse,
+            "false, or left out, with Gated DeltaNet layers and tp_size > 1",
+        )
+        require(fits, "cache.reuse", self.cache.reuse, limit, "ranks keep no states for later requests: leave it out")
 
     def _check_groups(self) -> None:
         """Refuse weights in groups where a matrix, or a rank's part of it, ends within a group."""

@@ -243,7 +243,8 @@ class Request:
     request ends with an error, and a running request ends with the tokens it has and FinishReason.TIMEOUT. None: no limit.
     `waited_seconds` of it had passed before the submission, at a frontend.
     `cache_salt`: only requests of the same salt share what they have read (docs/conversations.md). `session`: the conversation
-    that the request continues, whose rows are kept rather than others'.
+    that the request continues, whose rows are kept rather than others'. `speculate`: False has no drafts verified for it, in an
+    engine that speculates; its tokens are the same (engine/speculation.py).
     """
 
     prompt_ids: tuple[int, ...]
@@ -257,6 +258,7 @@ class Request:
     cache_salt: str | None = None
     session: Session | None = None
     max_tokens_by_default: bool = False
+    speculate: bool = True
 
     def validate(self, config: EngineConfig) -> None:
         """Raise RequestError unless an engine of this configuration can serve the request.
@@ -408,6 +410,8 @@ class RequestStatistics:
     reused_extents: int = 0  # of `prompt_extents`, those of which an earlier request had left at least the first rows
     shared_extents: int = 0  # of `reused_extents`, those that were not copied
     num_preemptions: int = 0  # how often it had to make room for others, and went on later
+    drafted_tokens: int = 0  # that steps have verified
+    accepted_tokens: int = 0  # of them
 
     def record_tokens(self, cached_tokens: int, attended_tokens: float, now: float, count: int = 1) -> None:
         """Count tokens that came now, drawn by as many steps, which attended to `attended_tokens` of `cached_tokens`.
@@ -420,6 +424,11 @@ class RequestStatistics:
         self.generated_tokens += count
         self.cached_token_steps += cached_tokens
         self.attended_token_steps += attended_tokens
+
+    def record_draft(self, drafted: int, accepted: int) -> None:
+        """Count the tokens of a draft that a step has verified."""
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
 
     @property
     def queue_seconds(self) -> float:
@@ -464,6 +473,8 @@ class StepReport:
     extents_kept: int = 0  # for later requests, by none that runs
     extents_free: int = 0
     refresh_seconds: float = 0.0  # time that the host spent on the indexes' upkeep after decoding
+    drafted_tokens: int = 0  # that the step has verified (engine/speculation.py)
+    accepted_tokens: int = 0  # of them
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ class RotaryEmbedding:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        sets, self._factor = frequency_sets(config)
+        sets, factor = frequency_sets(config)
         self._sets, self._short_reach = sets.to(device), config.short_reach
+        self._factors = pair_factors(self._sets, factor)
         self._size = 0  # positions of each set in the tables, which lie behind each other
         self._cos = self._sin = torch.empty(0, config.head_dim // 2, device=device)
 
@@ -48,7 +49,8 @@ class RotaryEmbedding:
         self._size = max(1024, 1 << (positions - 1).bit_length())
         row_positions = torch.arange(self._size, device=self._sets.device).float()
         angles = torch.cat([torch.outer(row_positions, frequencies) for frequencies in self._sets])
-        self._cos, self._sin = angles.cos() * self._factor, angles.sin() * self._factor
+        factors = self._factors.repeat_interleave(self._size, dim=0)
+        self._cos, self._sin = angles.cos() * factors, angles.sin() * factors
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -56,6 +58,11 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = (part[:, None].to(x.dtype) for part in rotation)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def pair_factors(frequencies: Tensor, factor: float) -> Tensor:
+    """Return the factor on cosines and sines of each pair: 1 where the frequency is 0, as no such pair is rotated."""
+    return torch.where(frequencies == 0, 1.0, factor)
 
 
 def frequency_sets(config: ModelConfig) -> tuple[Tensor, float]:
@@ -71,9 +78,17 @@ def frequency_sets(config: ModelConfig) -> tuple[Tensor, float]:
 def frequencies(config: ModelConfig, length: int = 1) -> tuple[Tensor, float]:
     """Compute the angle per position of each channel pair, float32 [D/2], and the factor on cosines and sines.
 
-    `length` is the number of tokens of the sequence, which longrope's frequencies depend on.
+    `length` is the number of tokens of the sequence, which longrope's frequencies depend on. Pairs beyond those of rotary_dim
+    have frequency 0.
     """
-    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    values, factor = _rotated(config, length)
+    return torch.nn.functional.pad(values, (0, config.head_dim // 2 - values.shape[0])), factor
+
+
+def _rotated(config: ModelConfig, length: int) -> tuple[Tensor, float]:
+    """Compute `frequencies` of the pairs that are rotated."""
+    dim = config.rotary_dim or config.head_dim
+    exponents = torch.arange(0, dim, 2).float() / dim
     plain = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is None or scaling.kind == "dynamic":
@@ -99,7 +114,7 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(plain: Tensor, scaling: RopeScaling, config: ModelConfig) -> tuple[Tensor, float]:
     """Interpolate by the number of turns in the original context (YaRN, Peng et al., 2023, section 3.2 and eq. 22)."""
-    context, dim = scaling.original_max_position_embeddings, config.head_dim
+    context, dim = scaling.original_max_position_embeddings, config.rotary_dim or config.head_dim
 
     def channel_of(turns: float) -> float:
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))

@@ -48,7 +48,7 @@ class RowReport:
         """Name layers, KV heads and block for a request of at most `tokens` tokens; raises RequestError."""
         model = config.model
         named = {}
-        for name, count in (("layers", model.num_layers), ("kv_heads", model.num_kv_heads)):
+        for name, count in (("layers", len(model.row_layers)), ("kv_heads", model.num_kv_heads)):
             given = getattr(self, name)
             known = not given or (given[0] >= 0 and given[-1] < count)
             _require(known, name, list(given)[:8], f"in [0, {count})", "the model has no such")

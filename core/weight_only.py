@@ -28,7 +28,7 @@ PRECISIONS = {  # values of EngineConfig.weight_only_precision with a scale a ro
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
-QUANTISED = ("qkv", "o", "gate_up", "down")  # products of a layer
+QUANTISED = ("qkv", "qkvz", "o", "gate_up", "down")  # products of a layer
 # With EngineConfig.quantize_lm_head a matrix of its own in tied models too: the embedding stays.
 HEAD = "lm_head.weight"
 NOT_FINITE = "use another checkpoint, or download it again if that of its publisher is whole"  # remedy of a weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from pathlib import Path
@@ -24,7 +24,15 @@ from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
-from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Launched, Sampler, greedy_token, overflow_remedy
+from kvseek.engine.draws.sampling import (
+    NO_TOKEN,
+    Drawn,
+    Launched,
+    Sampler,
+    Verification,
+    greedy_token,
+    overflow_remedy,
+)
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.model.decoder import Decoder
@@ -34,6 +42,7 @@ from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.reading import PromptReader, Reading, Work
 from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler
 from kvseek.engine.schedule.sequence import PromptScores, RequestSequence
+from kvseek.engine.speculation import Drafter, NgramDrafter, Speculation, StepCosts, check_speculation
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.registry import method_traits
 
@@ -140,9 +149,15 @@ class Engine:
         Most prompt tokens that a step reads.
     store : PrefixStore, optional
         Prefixes on disk.
+    speculation : Speculation, optional
+        How drafts are made; None: a step has one token a request.
 
     Attributes
     ----------
+    make_drafter : callable
+        Makes the drafter of a request, in any thread.
+    step_costs : StepCosts
+        What steps have taken by their number of rows.
     on_step : callable or None
         Called with the StepReport of each step, by the thread that runs it.
     unsound, unsound_in_a_row : int
@@ -162,6 +177,7 @@ class Engine:
         max_queue_size: int | None = None,
         max_num_tokens: int = MAX_NUM_TOKENS,
         store: PrefixStore | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         if max_num_tokens < 1:
             raise ConfigError(f"max_num_tokens = {max_num_tokens}: must be >= 1; {MAX_NUM_TOKENS} is the default")
@@ -185,6 +201,11 @@ class Engine:
         self._report = StepReport()
         self._meter = UsageMeter(self._prefixes, decoder.retrieval.hot_rows, config.tp_size)
         self.unsound, self.unsound_in_a_row = 0, 0
+        self.make_drafter: Callable[[Request], Drafter] = lambda request: NgramDrafter(request.prompt_ids)
+        self._speculation, self.step_costs = speculation, StepCosts()
+        if speculation is not None:
+            decoder.prepare_to_verify()
+        self._drafted = self._accepted = 0  # tokens of drafts since the last report
         self._in_flight: InFlightStep | None = None  # the decode step that has been launched and not collected
         self._decoded = 0  # tokens of the decode steps that have been collected since the last report
         self._collected_at = 0.0  # when a decode step was last collected
@@ -200,6 +221,7 @@ class Engine:
         max_num_tokens: int = MAX_NUM_TOKENS,
         disk: DiskSettings = NO_DISK,
         nodes: Nodes = ONE_NODE,
+        speculation: Speculation | None = None,
     ) -> Engine:
         """Load an engine directory that `kvseek build` wrote, after checking its checksums.
 
@@ -213,6 +235,8 @@ class Engine:
             Where prefixes are kept on disk; `close` the engine then.
         nodes : Nodes
             The hosts of an engine's ranks; with several, loading waits for the others.
+        speculation : Speculation, optional
+            See Engine.
 
         Raises
         ------
@@ -224,10 +248,11 @@ class Engine:
         verify(directory)
         config = read_config(directory)
         check_disk(config, disk)
+        check_speculation(config, speculation)
         tokenizer, decoder = Tokenizer(directory), load_decoder(directory, config, nodes)
         store = open_prefixes(directory, config, decoder.cache, disk)
         try:
-            return cls(config, decoder, tokenizer, max_queue_size, max_num_tokens, store)
+            return cls(config, decoder, tokenizer, max_queue_size, max_num_tokens, store, speculation)
         except ConfigError:
             if store is not None:
                 store.close()
@@ -329,7 +354,11 @@ class Engine:
         asked = request.sampling.return_selected_rows
         most = len(request.prompt_ids) + request.max_tokens
         report = None if asked is None else asked.fitted(self.config, most)
-        return RequestSequence(request_id, request, sampler, statistics, scores=scores, row_report=report)
+        drafts = self._speculation is not None and request.speculate and report is None and request.max_tokens > 1
+        drafter = self.make_drafter(request) if drafts else None
+        return RequestSequence(
+            request_id, request, sampler, statistics, scores=scores, row_report=report, drafter=drafter
+        )
 
     def enqueue(self, sequence: RequestSequence, whole: bool = False) -> None:
         """Put a prepared request into the queue; raises QueueFullError. Safe from any thread.
@@ -538,6 +567,13 @@ class Engine:
         if any([s.sampler.reads_tokens and s.sampler.pending for s in decoding]):  # noqa: C419  half a generator's time
             outputs += self.settle()
         decoding = [s for s in decoding if not s.finished and s.sampler.number < s.request.max_tokens]
+        drafts = self._draft(decoding)
+        if any(drafts) and self._in_flight is not None:  # what follows the tokens that are under way is another matter
+            outputs += self.settle()
+            decoding = [s for s in decoding if not s.finished]
+            drafts = self._draft(decoding)
+        if any(drafts):
+            return outputs + self._verify(decoding, drafts, begun)
         before, self._in_flight = self._in_flight, None
         if decoding:
             try:
@@ -582,6 +618,84 @@ class Engine:
         left = min([s.request.max_tokens - s.sampler.number for s in requests.sequences])
         return min(most, left, min([self._cache.alike_steps(slot) for slot in requests.slots]))
 
+    def _draft(self, sequences: list[RequestSequence]) -> list[list[int]]:
+        """Guess the next tokens of requests, as many of each as are worth a step's time; engine/speculation.py says how."""
+        if self._speculation is None or self.decoder.most_rows <= len(sequences):
+            return []
+        rooms = list[int]()
+        for sequence in sequences:
+            left, room = sequence.request.max_tokens - sequence.sampler.number, self._cache.room_in_ring(sequence.slot)
+            most = min(self._speculation.num_speculative_tokens, left - 1, room - 1)
+            rooms.append(0 if sequence.drafter is None or sequence.replay else most)
+        chances = list[list[float]]()
+        for sequence, room in zip(sequences, rooms, strict=True):
+            if sequence.drafter is not None:
+                sequence.drafter.follow(sequence.generated)
+            chances.append(sequence.drafter.chances(room) if sequence.drafter is not None and room > 0 else [])
+        counts = self.step_costs.choose(chances, self.decoder.most_rows)
+        each = zip(sequences, counts, strict=True)
+        return [s.drafter.draft(count) if s.drafter is not None and count else [] for s, count in each]
+
+    def _verify(self, sequences: list[RequestSequence], drafts: list[list[int]], begun: float) -> list[StepOutput]:
+        """Run a step whose rows are each request's next token and its draft, and take tokens as far as the drafts agree."""
+        requests, outputs = StepRequests.of(sequences), list[StepOutput]()
+        counts, taken = [1 + len(draft) for draft in drafts], [int(not drawing) for drawing in requests.drawing]
+        tokens = [token for s, draft in zip(sequences, drafts, strict=True) for token in (s.next_input, *draft)]
+        slots = [slot for slot, count in zip(requests.slots, counts, strict=True) for _ in range(count)]
+        self._refresh_seconds = 0.0
+        try:
+            step = self.decoder.verify(tokens, slots, requests.wanted)
+            self._scheduler.note_steps(max(counts))
+            for sequence in requests.replaying:
+                sequence.replay -= 1
+            for output in self._take_verified(requests, drafts, step, taken):
+                outputs.append(output)
+            on = [not sequence.finished for sequence in sequences]
+            surplus = [count - own for count, own in zip(counts, taken, strict=True)]
+            self.decoder.accept([*compress(requests.slots, on)], [*compress(surplus, on)])
+        except Exception as error:  # rows and indexes of its requests are in doubt, so these end; others go on
+            self._decoded += len(sequences)
+            return outputs + [self._fail(sequence, error) for sequence in sequences if not sequence.finished]
+        self._refresh_seconds = self.decoder.retrieval.refresh_seconds
+        self._decoded += sum(taken)
+        for sequence, draft, own in zip(sequences, drafts, taken, strict=True):
+            accepted = min(own, len(draft) + 1) - 1
+            sequence.statistics.record_draft(len(draft), accepted)
+            self._drafted, self._accepted = self._drafted + len(draft), self._accepted + accepted
+        self._note_time(self._reader.work, begun, len(slots))
+        return outputs
+
+    def _take_verified(
+        self, requests: StepRequests, drafts: list[list[int]], step: Verification, taken: list[int]
+    ) -> Iterator[StepOutput]:
+        """Draw a token behind each row that follows from what was drawn; `taken` counts the rows by request."""
+        firsts = [0, *itertools.accumulate(1 + len(draft) for draft in drafts)]
+        slots, lengths = requests.slots, self._cache.lengths
+        before = [
+            self._cache.tokens[slot] - len(draft) - 1 for slot, draft in zip(slots, drafts, strict=True)
+        ]  # that each had in the cache
+        rows = zip(slots, before, drafts, strict=True)
+        cached = [known + number for _, known, draft in rows for number in range(1, len(draft) + 2)]
+        inside = sum(cached) - sum(lengths[slot] * (1 + len(draft)) for slot, draft in zip(slots, drafts, strict=True))
+        self._meter.tokens += sum(step.attended) - inside
+        going = [number for number, drawing in enumerate(requests.drawing) if drawing]
+        selected: Mapping[int, SelectedRows] = {}
+        while going:
+            of_each = [firsts[number] + taken[number] for number in going]
+            drawn = step.draw(of_each, [requests.samplers[number] for number in going])
+            if requests.wanted and not selected:
+                selected = step.selected_rows()
+            follows, now = list[int](), time.perf_counter()
+            for number, row, one in zip(going, of_each, drawn, strict=True):
+                sequence, draft, place = requests.sequences[number], drafts[number], taken[number]
+                taken[number] += 1
+                yield from self._take_token(
+                    sequence, one, cached[row], step.attended[row], now, selected.get(sequence.slot)
+                )
+                if not sequence.finished and place < len(draft) and sequence.generated[-1] == draft[place]:
+                    follows.append(number)
+            going = follows
+
     def _collect(self, step: InFlightStep) -> list[StepOutput]:
         """Wait for a step's tokens, take them, and close the slots that had to stay until the step had ended."""
         requests, outputs = step.requests, list[StepOutput]()
@@ -614,9 +728,16 @@ class Engine:
                         outputs += self._take_token(sequence, token, cached + number, attended + number, now, rows)
         for sequence, keep in step.leaving:
             self._scheduler.close(sequence, keep)
-        self._reader.note_step(step.work, max(step.begun, self._collected_at), step.steps)
-        self._collected_at = time.perf_counter()
+        self._note_time(step.work, step.begun, len(requests.slots), step.steps)
         return outputs
+
+    def _note_time(self, work: Work, begun: float, rows: int, steps: int = 1) -> None:
+        """Take note that a step of so many rows has been collected, or several that were launched at once."""
+        begun = max(begun, self._collected_at)
+        self._reader.note_step(work, begun, steps)
+        self._collected_at = time.perf_counter()
+        if not work.units:
+            self.step_costs.record(rows, (self._collected_at - begun) / steps)
 
     def _take_unseen(
         self, step: InFlightStep, drawn: list[list[Drawn | int]], live: list[bool], now: float
@@ -694,6 +815,7 @@ class Engine:
         before = self._token_layers // layers
         self._token_layers += self._reader.work.token_layers
         decode_batch, self._decoded = self._decoded, 0
+        drafted, accepted, self._drafted, self._accepted = self._drafted, self._accepted, 0, 0
         self._report = StepReport(
             number=self._report.number + 1,
             seconds=time.perf_counter() - started,
@@ -705,6 +827,8 @@ class Engine:
             extents_kept=extents.idle,
             extents_free=extents.free,
             refresh_seconds=self._refresh_seconds if decode_batch else 0.0,
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
         )
         if self.on_step is not None:
             self.on_step(self._report)

@@ -56,8 +56,11 @@ class KeptEncodings:
         self._pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
         self._lock, self._kept = threading.Lock(), list[_Kept]()  # the oldest first
 
-    def encode(self, text: str, salt: str | None) -> list[int]:
-        """Tokenise a text; what it shares with others of the same salt alone shows in the time that takes."""
+    def encode(self, text: str, salt: str | None, max_tokens: int) -> list[int]:
+        """Tokenise a text; what it shares with others of the same salt alone shows in the time that takes.
+
+        One of more than `max_tokens`, which is refused, is not kept: it would push out conversations.
+        """
         if len(text) < SHORTEST or not self._special:
             return self._encode(text)
         with self._lock:
@@ -69,11 +72,14 @@ class KeptEncodings:
                 before, place = kept, within
         if before is None:
             ids = self._encode(text)
-            self._keep(_Kept(salt, text, array(ID, ids), *self._places(text, ids)), None)
+            if len(ids) <= max_tokens:
+                self._keep(_Kept(salt, text, array(ID, ids), *self._places(text, ids)), None)
             return ids
         end, count = before.ends[place - 1], before.counts[place - 1]
         rest = text[end:]
         new = self._encode(rest)
+        if count + len(new) > max_tokens:
+            return before.ids[:count].tolist() + new
         ends, counts = self._places(rest, new)
         ends = before.ends[:place] + array(ID, (end + each for each in ends))
         counts = before.counts[:place] + array(ID, (count + each for each in counts))

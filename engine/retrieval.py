@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -23,14 +23,17 @@ from kvseek.core.batch import (
     give_scratch,
 )
 from kvseek.core.config import EngineConfig
+from kvseek.core.errors import KvseekError
 from kvseek.core.streams import InFlight
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.row_recorder import RowRecorder, Wanted
+from kvseek.kernels.cuda.attention.attend import LayerAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows
 from kvseek.plugins.contract import LAST_QUERIES, Attention, Index
 from kvseek.plugins.registry import method_traits
 
-# Operations of a step, in order: "begin" and "head" once a step, the others once a layer.
+# Operations of a step, in order: "begin" and "head" once a step, the others once a layer. A layer with a state has neither
+# "rope" nor "select", and its "attend" is the step of the state.
 OPS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "down", "head")
 
 Counts = float | npt.NDArray[np.int32] | npt.NDArray[np.float64]
@@ -84,7 +87,7 @@ class _Regions:
 
 
 class Retrieval:
-    """A cache, and one index and one attention per layer over it.
+    """A cache, and one index and one attention over it per layer that has rows; these layers are numbered from 0.
 
     Parameters
     ----------
@@ -119,6 +122,14 @@ class Retrieval:
         self._regions: _Regions | None = None  # of the last step
         self.refresh_seconds = 0.0
         self._budget = lru_cache(maxsize=1024)(self._budget_of)  # a slot's length changes only at evictions
+
+    def without_hot_rows(self) -> Retrieval:
+        """Make another retrieval over cache and indexes, on a GPU, whose attention neither reads nor writes hot rows."""
+        attentions = list[Attention]()
+        for one in self.attentions:
+            assert isinstance(one, LayerAttention), "engine/loading/indexes.py makes these"
+            attentions.append(replace(one, kernel=one.kernel.without_hot_rows()))
+        return Retrieval(self.config, self.cache, self.indexes, attentions)
 
     # A prompt: `expect`, then `store_layer` of every layer in order, then `finish_indexes`; `finish_rows` before a step.
 
@@ -218,6 +229,11 @@ class Retrieval:
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
         self.refresh_seconds = 0.0
+        if self.cache.states is not None and len(set(slots)) < len(slots):
+            raise KvseekError(
+                f"slots = {list(slots)}: must each occur once with Gated DeltaNet layers, whose states take one token of a slot "
+                "in a step"
+            )
         self.cache.begin_step(slots, self.indexes)
         lengths, regions = [self.cache.lengths[slot] for slot in slots], self._regions
         changed = regions is None or regions.lengths != lengths or regions.slots != slots
@@ -289,6 +305,15 @@ class Retrieval:
     ) -> RowRecorder | None:
         """Make a recorder of a step; None if nobody wants to know what it selects."""
         return RowRecorder(states, attended, wanted, self.cache.config.sink, together=together) if wanted else None
+
+    def accept(self, slots: Sequence[int], surplus: Sequence[int]) -> None:
+        """End a step of several tokens a slot: take back the last ones, so many of each slot, before `end_step`.
+
+        None of them may have made others leave the window (Cache.room_in_ring).
+        """
+        for slot, count in zip(slots, surplus, strict=True):
+            self.cache.tokens[slot] -= count
+        self.end_step(slots)
 
     def end_step(self, slots: Sequence[int]) -> None:
         """Start the evictions that may run beside the step, which has been launched, and do the upkeep that is due."""

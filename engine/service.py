@@ -20,6 +20,7 @@ from kvseek.core.request import FinishReason, Request, StepOutput, StepReport
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
 from kvseek.engine.schedule.sequence import RequestSequence
+from kvseek.engine.speculation import Speculation
 
 from .engine import MAX_NUM_TOKENS, NO_DISK, Engine
 
@@ -89,6 +90,7 @@ class EngineService:
         max_num_tokens: int = MAX_NUM_TOKENS,
         disk: DiskSettings = NO_DISK,
         nodes: Nodes = ONE_NODE,
+        speculation: Speculation | None = None,
     ) -> EngineService:
         """Load an engine directory and start its thread; see Engine.load for arguments and errors.
 
@@ -98,7 +100,7 @@ class EngineService:
         """
         with ThreadPoolExecutor(1) as loader:
             engine = loader.submit(
-                Engine.load, directory, threads, max_queue_size, max_num_tokens, disk, nodes
+                Engine.load, directory, threads, max_queue_size, max_num_tokens, disk, nodes, speculation
             ).result()
         return cls(engine)
 

@@ -68,11 +68,11 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def encode_conversation(self, text: str, salt: str | None) -> list[int]:
-        """Encode a text from `apply_chat_template`; see kept_encodings.py, also for `salt`. Raises RequestError as `encode`."""
+    def encode_conversation(self, text: str, salt: str | None, max_tokens: int) -> list[int]:
+        """Encode a text from `apply_chat_template`; see KeptEncodings.encode. Raises RequestError as `encode`."""
         check_unicode("text_input", text)
         if self._tokenizer and self._kept:
-            return self._kept.encode(text, salt)
+            return self._kept.encode(text, salt, max_tokens)
         return self.encode(text, add_special_tokens=False)
 
     def encode_inside(self, text: str) -> list[int]:

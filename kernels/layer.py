@@ -12,10 +12,13 @@ from kvseek.core.errors import KernelError
 from kvseek.core.rope import Rotation
 
 from .arguments import checked_address
+from .reference.delta_net import delta_step
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.core.config import ModelConfig
+
+    from .reference.delta_net import DeltaParameters, DeltaStates
 
 
 class CompiledOperations(ABC):
@@ -28,6 +31,7 @@ class CompiledOperations(ABC):
     def __init__(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.model, self.dtype, self.device = model, dtype, device
         self._head_sizes = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
+        self._centre = float(model.centred_norms)  # added to the weights of norms
 
     @abstractmethod
     def _run(self, kernel: str, rows: int, **arguments: float) -> None:
@@ -44,6 +48,7 @@ class CompiledOperations(ABC):
             out=out.data_ptr(),
             hidden=x.shape[1],
             epsilon=self.model.rms_norm_eps,
+            centre=self._centre,
         )
         return out
 
@@ -119,10 +124,17 @@ class CompiledOperations(ABC):
             k_norm=self._address("k_norm", k_norm),
             queries=queries.data_ptr(),
             epsilon=self.model.rms_norm_eps,
+            centre=self._centre,
+            numbers=qkv.shape[1],
             **self._head_sizes,
             **targets,
         )
         return queries
+
+    def delta_step(
+        self, qkvz: Tensor, ba: Tensor, batch: Batch, parameters: DeltaParameters, states: DeltaStates
+    ) -> Tensor:
+        return delta_step(qkvz, ba, batch, parameters, states)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2

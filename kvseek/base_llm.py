@@ -25,6 +25,7 @@ from kvseek.core.request import DEFAULT_PRIORITY, MAX_SALT, MAX_SESSION_ID, Ende
 from kvseek.engine.engine import MAX_NUM_TOKENS, Engine
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.engine.service import EngineService
+from kvseek.engine.speculation import Speculation, read_speculation
 from kvseek.engine.tokenizer import Tokenizer
 
 from .arguments import (
@@ -54,6 +55,7 @@ class RequestOptions(TypedDict, total=False):
     session: str | Session | None
     cache_salt: str | None
     prefix: Prefix | None
+    speculate: bool
 
 
 class BaseLLM:
@@ -80,6 +82,8 @@ class BaseLLM:
         max_num_tokens: int = MAX_NUM_TOKENS,
         disk_dir: PathLike | None = None,
         disk_bytes: int | None = None,
+        speculation: str | None = None,
+        num_speculative_tokens: int | None = None,
         quiet: bool = False,
         **build_options: Any,
     ) -> None:
@@ -100,15 +104,16 @@ class BaseLLM:
         }.items():
             if path is not None or name == "model":
                 check_path(name, path)
-        numbers = {"threads": threads, "disk_bytes": disk_bytes}
+        numbers = {"threads": threads, "disk_bytes": disk_bytes, "num_speculative_tokens": num_speculative_tokens}
         for name, value in numbers.items():
             typed(name, value, Positive | None, ConfigError)
         typed("max_num_tokens", max_num_tokens, Positive, ConfigError)
         typed("quiet", quiet, bool, ConfigError)
         disk = DiskSettings(None if disk_dir is None else Path(disk_dir).expanduser(), disk_bytes)
+        drafts = read_speculation(typed("speculation", speculation, str | None, ConfigError), num_speculative_tokens)
         source = engine_source(model, options, cache_dir, quiet)
         self.engine_dir = source.directory
-        self._service = _load(source, threads, max_num_tokens, disk)
+        self._service = _load(source, threads, max_num_tokens, disk, drafts)
         # Also ends the engine's thread if the object is dropped, or if the program ends without `close`, before PyTorch ends.
         self._finalizer = weakref.finalize(self, self._service.close)
 
@@ -192,6 +197,7 @@ class BaseLLM:
                 cache_salt=cache_salt,
                 session=own_session,
                 max_tokens_by_default=params.max_tokens is None,
+                speculate=options.get("speculate", True),
             )
             sequence = self.engine.prepare(request)
         except (RequestError, CapacityError) as error:
@@ -266,17 +272,19 @@ class BaseLLM:
         return generations
 
 
-def _load(source: EngineSource, threads: int | None, max_num_tokens: int, disk: DiskSettings) -> EngineService:
+def _load(
+    source: EngineSource, threads: int | None, max_num_tokens: int, disk: DiskSettings, drafts: Speculation | None
+) -> EngineService:
     """Load the engine; a damaged entry of the cache is built again first."""
     try:
-        return EngineService.load(source.directory, threads, None, max_num_tokens, disk)
+        return EngineService.load(source.directory, threads, None, max_num_tokens, disk, speculation=drafts)
     except EngineDirectoryError as error:
         if source.options is None:
             raise
         if not source.options.quiet:
             print(f"{error}; building it again", file=sys.stderr)
     source.build()
-    return EngineService.load(source.directory, threads, None, max_num_tokens, disk)
+    return EngineService.load(source.directory, threads, None, max_num_tokens, disk, speculation=drafts)
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

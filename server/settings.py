@@ -13,8 +13,10 @@ from typing import Any
 
 from kvseek.core.command_line import memory_size
 from kvseek.core.config import EngineConfig
+from kvseek.core.errors import ConfigError
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
+from kvseek.engine.speculation import METHOD, MOST_DRAFTED, Speculation, read_speculation
 from kvseek.plugins.registry import reports_rows
 
 from .errors import ServerError
@@ -58,6 +60,8 @@ ENGINE_FLAGS: Flags = {
     "default_timeout": (float, "seconds that a request may take if it does not say itself"),
     "hang_seconds": (float, "after so long without an answer a process is killed and started again"),
     "otlp_endpoint": (str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
+    "speculation": (str, f"{METHOD}: steps verify drafts from the text so far; tokens are the same"),
+    "num_speculative_tokens": (int, f"tokens of a draft at most, 1 to {MOST_DRAFTED}"),
     "disk_dir": (_absolute, "directory in which beginnings of prompts outlive eviction and restarts"),
     "disk_bytes": (memory_size, "most bytes of them, such as 200GiB"),
 }
@@ -95,8 +99,9 @@ SERVE_FLAGS: Flags = {
 class ServeSettings:
     """Settings of one server. Each field is a flag of `kvseek serve` of the same name, and SERVE_FLAGS says what it means.
 
-    None and () stand for none of what a field limits or names, of `threads` for torch's choice, of `served_model_name` for the
-    checkpoint's name in the engine's manifest, of `disk_bytes` for 16 GiB and of `ranks_key_file` for a key from the environment.
+    None and () stand for none of what a field limits or names, of `threads` for torch's choice, of `num_speculative_tokens` for
+    7, of `served_model_name` for the checkpoint's name in the engine's manifest, of `disk_bytes` for 16 GiB and of
+    `ranks_key_file` for a key from the environment.
 
     Attributes
     ----------
@@ -118,6 +123,8 @@ class ServeSettings:
     restarts: int = 5
     hang_seconds: float = 60.0
     otlp_endpoint: str | None = None
+    speculation: str | None = None
+    num_speculative_tokens: int | None = None
     disk_dir: str | None = None
     disk_bytes: int | None = None
     nnodes: int = 1
@@ -154,6 +161,10 @@ class ServeSettings:
             limit,
             "20 is the default",
         )
+        try:
+            read_speculation(self.speculation, self.num_speculative_tokens)
+        except ConfigError as error:
+            raise ServerError(f"--{error}") from None
         most, within = self.disk_bytes, self.disk_bytes is None or self.disk_bytes > 0
         _require(within, "disk_bytes", most, "> 0", "leave it out for 16 GiB")
         alone = most is not None and self.disk_dir is None
@@ -178,6 +189,11 @@ class ServeSettings:
         for origin in self.cors_origins:
             limit = "* or an origin such as https://chat.example.org, without a path"
             _require(bool(ORIGIN.fullmatch(origin)), "cors_origins", origin, limit, "leave it out for none")
+
+    @property
+    def drafts(self) -> Speculation | None:
+        """How the engine speculates; None: not at all."""
+        return read_speculation(self.speculation, self.num_speculative_tokens)
 
     @property
     def nodes(self) -> Nodes:

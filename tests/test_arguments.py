@@ -139,6 +139,8 @@ def test_parameters_of_another_type_are_refused(name: str, values: list[Any]) ->
         ("threads", [0, "2", True]),
         ("max_num_tokens", [0, None]),
         ("disk_bytes", [-1, "x"]),
+        ("speculation", ["eagle", 5]),
+        ("num_speculative_tokens", [0, "x", 3]),
         ("quiet", ["no"]),
         ("cache_dir", [5]),
         ("disk_dir", [b"x"]),

@@ -110,6 +110,15 @@ def test_prompts_run_as_a_batch(llm: LLM) -> None:
     assert max(widths) == llm.config.max_batch_size
 
 
+def test_an_llm_that_speculates_gives_the_same(directory: Path, expected: list[list[int]]) -> None:
+    with LLM(directory, speculation="ngram", num_speculative_tokens=4) as speculating:
+        for options in ({}, {"speculate": False}):
+            outputs = speculating.generate(PROMPTS, GREEDY, **options)
+            assert [list(output.token_ids) for output in outputs] == expected
+        with pytest.raises(RequestError, match="speculate = 'no'"):
+            speculating.generate(PROMPTS[0], GREEDY, speculate="no")
+
+
 def test_forms_of_prompts(llm: LLM, expected: list[list[int]]) -> None:
     text = "the harbour master"
     ids = llm.tokenizer.encode(text)

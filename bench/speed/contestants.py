@@ -269,4 +269,4 @@ def ranked(name: str, tp_size: int) -> str:
 
 def row_bytes(config: EngineConfig) -> float:
     """Bytes of one cached token: its key and value rows of all layers and KV heads."""
-    return config.model.num_layers * layer_extent_bytes(config, getattr(torch, config.dtype)) / EXTENT_TOKENS
+    return len(config.model.row_layers) * layer_extent_bytes(config, getattr(torch, config.dtype)) / EXTENT_TOKENS

@@ -364,6 +364,10 @@ def wants_gpu(argv: Sequence[str] | None) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; returns the exit status."""
+    if any(word.partition("=")[0] == "--speculation" for word in (sys.argv[1:] if argv is None else argv)):
+        from kvseek.bench.speed.speculation import main as speculation_main
+
+        return speculation_main(argv)
     if wants_gpu(argv):
         from kvseek.bench.speed.device.main import main as device_main
 

@@ -6,7 +6,16 @@ import dataclasses
 
 import torch
 
-from kvseek.core.config import FP8_GROUP, FP8_GROUPS, GROUPED, EngineConfig, ExpertsConfig, ModelConfig, RopeScaling
+from kvseek.core.config import (
+    FP8_GROUP,
+    FP8_GROUPS,
+    GROUPED,
+    DeltaNetConfig,
+    EngineConfig,
+    ExpertsConfig,
+    ModelConfig,
+    RopeScaling,
+)
 from kvseek.core.errors import ConfigError
 from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE
 from kvseek.engine.model.block_sparse import attended_pairs
@@ -86,12 +95,61 @@ QWEN3_30B_A3B = dataclasses.replace(
     experts=ExpertsConfig(num_experts=128, num_experts_per_tok=8, intermediate_size=768, norm_topk_prob=True),
 )
 
+# Source: config.json of Qwen/Qwen3-Next-80B-A3B-Instruct.
+QWEN3_NEXT_80B_A3B = ModelConfig(
+    architecture="qwen3_next",
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=5120,
+    num_layers=48,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    rms_norm_eps=1e-6,
+    rope_theta=10_000_000.0,
+    max_position_embeddings=262_144,
+    qk_norm=True,
+    experts=ExpertsConfig(512, 10, 512, norm_topk_prob=True, shared_intermediate_size=512),
+    rotary_dim=64,
+    gated_attention=True,
+    centred_norms=True,
+    delta_net=DeltaNetConfig(tuple(n for n in range(48) if n % 4 < 3), 16, 32, 128, 128, 4),
+)
+
+# Source: text_config in config.json of Qwen/Qwen3.5-27B.
+QWEN3_5_27B = dataclasses.replace(
+    QWEN3_NEXT_80B_A3B,
+    architecture="qwen3_5",
+    vocab_size=248_320,
+    hidden_size=5120,
+    intermediate_size=17_408,
+    num_layers=64,
+    num_heads=24,
+    num_kv_heads=4,
+    experts=None,
+    delta_net=DeltaNetConfig(tuple(n for n in range(64) if n % 4 < 3), 16, 48, 128, 128, 4),
+)
+
+# Source: text_config in config.json of Qwen/Qwen3.5-35B-A3B.
+QWEN3_5_35B_A3B = dataclasses.replace(
+    QWEN3_NEXT_80B_A3B,
+    architecture="qwen3_5_moe",
+    vocab_size=248_320,
+    intermediate_size=512,
+    num_layers=40,
+    experts=ExpertsConfig(256, 8, 512, norm_topk_prob=True, shared_intermediate_size=512),
+    delta_net=DeltaNetConfig(tuple(n for n in range(40) if n % 4 < 3), 16, 32, 128, 128, 4),
+)
+
 SHAPES = {
     "smollm2-135m": SMOLLM2_135M,
     "llama-3.1-8b": LLAMA_3_1_8B,
     "qwen3-8b": QWEN3_8B,
     "qwen2.5-72b": QWEN2_5_72B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3-next-80b-a3b": QWEN3_NEXT_80B_A3B,
+    "qwen3.5-27b": QWEN3_5_27B,
+    "qwen3.5-35b-a3b": QWEN3_5_35B_A3B,
 }
 
 
@@ -127,7 +185,9 @@ def matrix_bytes(config: EngineConfig, requests: int | None = None) -> int:
     narrow = by_format.get(config.weight_only_precision, (8.0, 8.0))
     layers_bits, head_bits = narrow if quantised else (plain, plain)
     head_bits = head_bits if config.quantize_lm_head else plain
-    return int(matrix_numbers(model, requests) * layers_bits + head * head_bits) // 8
+    kept = _kept_numbers(model)
+    layers = (matrix_numbers(model, requests) - kept) * layers_bits + kept * plain
+    return int(layers + head * head_bits) // 8
 
 
 def matrix_numbers(model: ModelConfig, requests: int | None = None) -> int:
@@ -135,17 +195,36 @@ def matrix_numbers(model: ModelConfig, requests: int | None = None) -> int:
 
     Of experts it reads those that are chosen: so many as are expected if each is as likely.
     """
-    attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
+    heads = (2 + model.gated_attention) * model.num_heads + 2 * model.num_kv_heads
+    attention = len(model.row_layers) * heads * model.head_dim * model.hidden_size
+    if (states := model.delta_net) is not None:
+        outputs = states.channels + states.values + 2 * states.num_value_heads
+        attention += len(states.layers) * (outputs + states.values) * model.hidden_size
     experts, plain = model.experts, 3 * model.intermediate_size * model.hidden_size
     if experts is None:
-        return model.num_layers * (attention + plain)
+        return attention + model.num_layers * plain
     count, mixed = float(experts.num_experts), model.num_layers - len(experts.dense_layers)
     if requests is not None:
         count *= 1 - (1 - experts.num_experts_per_tok / experts.num_experts) ** requests
-    router = (experts.num_experts + (experts.shared_intermediate_size is not None)) * model.hidden_size
     wide = count * experts.intermediate_size + (experts.shared_intermediate_size or 0)
-    mixture = router + round(3 * wide * model.hidden_size)
-    return model.num_layers * attention + len(experts.dense_layers) * plain + mixed * mixture
+    mixtures = mixed * round(3 * wide * model.hidden_size)
+    return attention + len(experts.dense_layers) * plain + mixtures + _router_numbers(model)
+
+
+def _kept_numbers(model: ModelConfig) -> int:
+    """Weights of all layers' matrices that are not quantised."""
+    states = model.delta_net
+    gates = 0 if states is None else len(states.layers) * 2 * states.num_value_heads * model.hidden_size
+    return _router_numbers(model) + gates
+
+
+def _router_numbers(model: ModelConfig) -> int:
+    """Weights of all layers' routers and gates of shared experts."""
+    experts = model.experts
+    if experts is None:
+        return 0
+    each = experts.num_experts + (experts.shared_intermediate_size is not None)
+    return (model.num_layers - len(experts.dense_layers)) * each * model.hidden_size
 
 
 def prompt_operations(config: EngineConfig, tokens: int) -> dict[str, int]:
@@ -164,4 +243,4 @@ def _kept_on_host(config: EngineConfig) -> bool:
 
 def row_numbers(model: ModelConfig) -> int:
     """Numbers of one cached token: its key and value rows of all layers and KV heads."""
-    return model.num_layers * model.num_kv_heads * 2 * model.head_dim
+    return len(model.row_layers) * model.num_kv_heads * 2 * model.head_dim

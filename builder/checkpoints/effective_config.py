@@ -9,22 +9,28 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvseek.core.config import MODEL_ARCHITECTURES, ExpertsConfig, ModelConfig
+from kvseek.core.config import HYBRIDS, MODEL_ARCHITECTURES, DeltaNetConfig, ExpertsConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.rope import frequencies
 
-from .model_config import QK_NORM, dense_layers
+from .model_config import DELTA_KEYS, KINDS, QK_NORM, SHARED_EXPERT, dense_layers
 
-ARCHITECTURES = {name: name for name in MODEL_ARCHITECTURES} | {"mistral": "llama"}  # model_type → architecture
+# model_type → architecture
+ARCHITECTURES = {name: name for name in MODEL_ARCHITECTURES} | {
+    "mistral": "llama",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5_moe",
+}
 # Model types in which attention_bias is a bias of the output projection too.
-HAVE_OUTPUT_BIAS = ("llama", "qwen3", "qwen3_moe")
+HAVE_OUTPUT_BIAS = ("llama", "qwen3", "qwen3_moe", *HYBRIDS)
 ALWAYS_BIASED = ("qwen2", "qwen2_moe")  # in query, key and value, unless qkv_bias says otherwise
-SAME_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "tie_word_embeddings")
+SAME_NAMES = ("vocab_size", "hidden_size", "rms_norm_eps", "tie_word_embeddings")
 OTHER_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -73,6 +79,9 @@ def check_gguf_metadata(model: ModelConfig, path: Path, metadata: Mapping[str, A
     absent = {name for name, key in BY_KEYS.items() if f"{architecture}.{key}" not in metadata}
     values = effective_values(config)
     compared = {name: value for name, value in values.items() if name not in absent and name not in BY_TENSORS}
+    if (ours := model.experts) is not None and compared.get("experts") is not None:  # whose sizes it does not read
+        sizes = {name: getattr(ours, name) for name in ("intermediate_size", "shared_intermediate_size")}
+        compared["experts"] = replace(compared["experts"], **sizes)
     _compare_values(model, compared, path, USE_DIRECTORY)
 
 
@@ -111,6 +120,7 @@ def transformers_config(directory: Path, gguf_file: str | None = None, shown: Pa
         config = AutoConfig.from_pretrained(
             directory, gguf_file=gguf_file, local_files_only=True, trust_remote_code=False
         )
+        config = config.get_text_config()  # of a model that also reads images
         config.standardize_rope_params()  # as models do once more when they are made
     except Exception as error:  # whatever transformers' validation raises: it is of many types
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -124,8 +134,11 @@ def effective_values(config: Any) -> dict[str, Any]:
     kind, biased = config.model_type, bool(getattr(config, "attention_bias", False))
     if kind not in ARCHITECTURES:
         return {"architecture": kind}
+    own = ARCHITECTURES[kind]
+    kind = own if own in HYBRIDS else kind
     return {
-        "architecture": ARCHITECTURES[kind],
+        "architecture": own,
+        "intermediate_size": getattr(config, f"{'moe_' * (own == 'qwen3_5_moe')}intermediate_size"),
         **{name: getattr(config, name) for name in SAME_NAMES},
         **{name: getattr(config, theirs) for name, theirs in OTHER_NAMES.items()},
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
@@ -135,20 +148,37 @@ def effective_values(config: Any) -> dict[str, Any]:
         "mlp_bias": kind == "llama" and bool(config.mlp_bias),
         "qk_norm": kind in QK_NORM,
         "sliding_window": getattr(config, "sliding_window", None) or None,
-        "experts": _experts(config) if kind.endswith("_moe") else None,
+        "experts": _experts(config, kind) if getattr(config, "num_experts", 0) else None,
+        "gated_attention": own in HYBRIDS,
+        "centred_norms": own in HYBRIDS,
+        "delta_net": _delta_net(config) if kind in HYBRIDS else None,
+        "rotary_dim": _rotary_dim(config) if kind in HYBRIDS else None,
     }
 
 
-def _experts(config: Any) -> ExpertsConfig:
-    alone, step = config.mlp_only_layers, config.decoder_sparse_step
+def _experts(config: Any, kind: str) -> ExpertsConfig:
+    everywhere = kind == "qwen3_5_moe"
+    dense = (
+        () if everywhere else dense_layers(config.num_hidden_layers, config.decoder_sparse_step, config.mlp_only_layers)
+    )
     return ExpertsConfig(
         config.num_experts,
         config.num_experts_per_tok,
         config.moe_intermediate_size,
-        config.norm_topk_prob,
-        config.shared_expert_intermediate_size if config.model_type == "qwen2_moe" else None,
-        dense_layers(config.num_hidden_layers, step, alone),
+        everywhere or config.norm_topk_prob,
+        config.shared_expert_intermediate_size if kind in SHARED_EXPERT else None,
+        dense,
     )
+
+
+def _delta_net(config: Any) -> DeltaNetConfig:
+    layers = tuple(layer for layer, kind in enumerate(config.layer_types) if KINDS.get(kind))
+    return DeltaNetConfig(layers, **{name: getattr(config, key) for name, key in DELTA_KEYS.items()})
+
+
+def _rotary_dim(config: Any) -> int | None:
+    factor = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    return None if factor == 1 else int(config.head_dim * factor)
 
 
 def _compare_values(model: ModelConfig, values: Mapping[str, Any], path: Path, remedy: str) -> None:
@@ -175,6 +205,7 @@ def _compare_frequencies(model: ModelConfig, config: Any, path: Path) -> None:
         found, factor = frequencies(model, length)
         compute = ROPE_INIT_FUNCTIONS[stated["rope_type"]]
         theirs, their_factor = compute(config, torch.device("cpu"), seq_len=length)
+        found = found[: (model.rotary_dim or model.head_dim) // 2]
         same = found.shape == theirs.shape and torch.allclose(found, theirs, rtol=1e-5, atol=0)
         if not same or not math.isclose(factor, their_factor, rel_tol=1e-6):
             raise _difference(path, "rope_scaling", scaling, stated, STATE)

@@ -26,11 +26,19 @@ from .checkpoint import Checkpoint
 from .effective_config import check_gguf_metadata
 from .files import Header, naming
 from .gguf_tokenizer import ARRAYS, load_tokenizer
-from .known_keys import GGUF
+from .known_keys import GGUF, GGUF_EXPERTS
 from .model_config import model_config
 from .tokenizer import ModelTokenizer
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+MIXTURES = ("qwen2moe", "qwen3moe")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")  # of a Hugging Face name; a file has all experts' matrices in one tensor
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the RoPE frequencies, which Llama 3.1 files carry
 ONE = (0x00, 0x3C)  # 1 as float16
 SIXTHS = (*[1] * 4, *[0] * 4, *[1] * 4)  # factors of 1 and values of 0 of 0, in Q4_K and Q5_K
@@ -69,6 +77,14 @@ FIELDS = {
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
 }
+EXPERT_FIELDS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+# FIELDS that a file may state by the rows of a tensor alone, as older ones do.
+EXPERT_ROWS = {"moe_intermediate_size": "ffn_gate_exps", "shared_expert_intermediate_size": "ffn_gate_shexp"}
 OPTIONAL = ("num_key_value_heads", "head_dim", "rope_theta")  # FIELDS that model_config may do without
 # RopeScaling field → GGUF key below "<architecture>.rope.scaling.", by the kinds that llama.cpp has; linear is its default.
 SCALING_FIELDS = {
@@ -105,11 +121,14 @@ class GgufBlocks:
         The tensor of gguf's reader.
     head_dim : int or None
         Of the heads whose rows are to be reordered (split_halves).
+    expert : int or None
+        Whose matrix of the tensor it is.
     """
 
     path: Path
     found: Any
     head_dim: int | None
+    expert: int | None = None
     group = WEIGHT_GROUP
     why = ""
 
@@ -121,7 +140,7 @@ class GgufBlocks:
 
     def expanded(self, precision: str, device: str) -> str:
         """See NarrowWeight."""
-        columns = _shape(self.found)[1]
+        columns = _shape(self.found)[-1]
         odd = device == "cuda" and precision == INT8_GROUPS and columns % (2 * WEIGHT_GROUP)
         return f"has {columns} columns" if odd else ""
 
@@ -131,10 +150,11 @@ class GgufBlocks:
         Blocks of 256 weights have factors and values of 0 that are products of a half and 4 to 8 bits. They are rounded to
         float16, by 2^-11 of themselves, or by 2^-25 if that is more.
         """
-        rows, kind = _shape(self.found)[0], self.found.tensor_type.name
+        part, kind = _Part.of(self.found, self.expert), self.found.tensor_type.name
+        rows = part.shape[0]
         with self.path.open("rb") as file:
-            file.seek(self.found.data_offset)
-            read = torch.from_numpy(np.fromfile(file, np.uint8, self.found.n_bytes)).view(rows, -1)
+            file.seek(part.offset)
+            read = torch.from_numpy(np.fromfile(file, np.uint8, part.nbytes)).view(rows, -1)
         if self.head_dim is not None:
             read = split_halves(read, self.head_dim)
         if precision == INT8_ASYMMETRIC:
@@ -152,8 +172,25 @@ class GgufBlocks:
         return (numbers.view(torch.int8), scale[..., 0].contiguous()) if precision == INT8_GROUPS else (numbers, scale)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of gguf's reader, or the matrix of one expert in it: its shape, rows first, and where its bytes are."""
+
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, found: Any, expert: int | None) -> _Part:
+        shape, offset, nbytes = _shape(found), int(found.data_offset), int(found.n_bytes)
+        if expert is None:
+            return cls(shape, offset, nbytes)
+        nbytes //= shape[0]
+        return cls(shape[1:], offset + expert * nbytes, nbytes)
+
+
 class GgufCheckpoint(Checkpoint):
-    """A model of architecture llama, qwen2 or qwen3, quantised or not, in one GGUF file or in several.
+    """A model of one of ARCHITECTURES, quantised or not, in one GGUF file or in several.
 
     Of several the first is named: it has the metadata.
     """
@@ -165,7 +202,8 @@ class GgufCheckpoint(Checkpoint):
             return self._config()
 
     def _config(self) -> ModelConfig:
-        GGUF.check(self._metadata, self.architecture)
+        mixture = self.architecture in MIXTURES
+        (GGUF_EXPERTS if mixture else GGUF).check(self._metadata, self.architecture)
         values = {name: self._value(key) for name, key in FIELDS.items() if self._value(key) is not None}
         for name, key in FIELDS.items():
             if name not in values and name not in OPTIONAL:
@@ -173,17 +211,33 @@ class GgufCheckpoint(Checkpoint):
         values |= {
             "architectures": [ARCHITECTURES[self.architecture]],
             "vocab_size": _shape(self._tensor("token_embd.weight"))[0],
-            "attention_bias": self.architecture != "qwen2" and "blk.0.attn_q.bias" in self._tensors,
+            "attention_bias": "qwen2" not in self.architecture and "blk.0.attn_q.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
             "pad_token_id": self._metadata.get("tokenizer.ggml.padding_token_id"),
             "rope_scaling": self._rope_scaling(),
+            **(self._experts() if mixture else {}),
         }
         ends = (self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
         config = model_config(values, [end for end in ends if end is not None])
         self._refuse_unsupported(config)
         return self._with_rope_factors(config, values)
+
+    def _experts(self) -> dict[str, Any]:
+        """Read the fields of a mixture. Whether weights are divided by their sum no file says: llama.cpp does with Qwen3's."""
+        qwen3, values = self.architecture == "qwen3moe", dict[str, Any]()
+        for name, key in EXPERT_FIELDS.items():
+            shared, stated = name.startswith("shared"), self._value(key)
+            if qwen3 and shared:
+                require(stated in (None, 0), f"{self.architecture}.{key}", stated, "0 or absent", REMEDY)
+                continue
+            if stated is None and name in EXPERT_ROWS:
+                stated = _shape(self._tensor(f"blk.0.{EXPERT_ROWS[name]}.weight"))[-2]
+            if stated is None:
+                raise ConfigError(f"{self.architecture}.{key} is missing; {REMEDY}")
+            values[name] = stated
+        return values | {"norm_topk_prob": qwen3}
 
     def check(self) -> None:
         """Raise ConfigError unless transformers reads the same model from the file's metadata."""
@@ -204,7 +258,7 @@ class GgufCheckpoint(Checkpoint):
         from gguf import dequantize
 
         found = self._tensor(self._gguf_name(name))
-        path = self._file_of(found.name)
+        path, expert = self._file_of(found.name), _expert(name)
         try:
             dequantize(np.zeros((1, found.data.shape[-1]), found.data.dtype), found.tensor_type)
         except NotImplementedError:
@@ -212,22 +266,29 @@ class GgufCheckpoint(Checkpoint):
                 f"{path}: type of {found.name} = {found.tensor_type.name}: must be a floating-point or quantised "
                 f"type that the gguf package dequantises; {REMEDY}"
             ) from None
-        return Header(f"{path}: {found.name}", _shape(found), torch.float32)
+        if expert is not None:
+            experts, shape = self.config.experts, _shape(found)
+            count = 0 if experts is None else experts.num_experts
+            fits = len(shape) == 3 and shape[0] == count
+            require(fits, f"{path}: shape of {found.name}", shape, f"({count}, rows, columns)", REMEDY)
+        shape = _Part.of(found, expert).shape
+        one = name.endswith("shared_expert_gate.weight")  # of one row, which files leave out
+        return Header(f"{path}: {found.name}", (1, *shape) if one and len(shape) == 1 else shape, torch.float32)
 
     def tensor(self, name: str) -> Tensor:
         """Dequantise one tensor to float32; raises as `header`."""
-        self.header(name)
+        header = self.header(name)
         found = self._tensor(self._gguf_name(name))
-        tensor = _dequantise(self._file_of(found.name), found)
+        tensor = _dequantise(self._file_of(found.name), found, _Part.of(found, _expert(name)))
         head_dim = self._reordered(name)
-        return tensor if head_dim is None else split_halves(tensor, head_dim)
+        return tensor.view(header.shape) if head_dim is None else split_halves(tensor, head_dim)
 
     def quantised(self, name: str) -> GgufBlocks | None:
         """See Checkpoint.quantised."""
         found = self._tensors.get(self._gguf_name(name))
         if found is None or found.tensor_type.name not in UNITS:
             return None
-        return GgufBlocks(self._file_of(found.name), found, self._reordered(name))
+        return GgufBlocks(self._file_of(found.name), found, self._reordered(name), _expert(name))
 
     def _reordered(self, name: str) -> int | None:
         """Channels of the heads whose rows a file has in another order; None: the rows are in order."""
@@ -314,7 +375,7 @@ class GgufCheckpoint(Checkpoint):
         return get_tensor_name_map(MODEL_ARCH[self.architecture.upper()], self.config.num_layers)
 
     def _gguf_name(self, name: str) -> str:
-        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        found = self._names.get_name(EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
         if found is None:
             raise ConfigError(f"tensor {name} has no place in a {self.architecture} GGUF file; {REMEDY}")
         return str(found)
@@ -432,23 +493,29 @@ def _shape(found: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in reversed(found.shape))
 
 
-def _dequantise(path: Path, found: Any) -> Tensor:
-    """Read a tensor of gguf's reader as float32, some rows at a time.
+def _expert(name: str) -> int | None:
+    """Number of the expert of a Hugging Face name; None: of none."""
+    found = EXPERT.search(name)
+    return None if found is None else int(found[1])
+
+
+def _dequantise(path: Path, found: Any, whole: _Part) -> Tensor:
+    """Read a tensor of gguf's reader, or a part of it, as float32, some rows at a time.
 
     The reader's mapping is not used, because its pages would count as the process's memory until the reader is closed: in
     the end the whole file.
     """
     from gguf import dequantize
 
-    values = torch.empty(_shape(found), dtype=torch.float32)
-    blocks = found.data.reshape(-1, found.data.shape[-1])  # bytes of a row of weights in the file; not read here
-    rows = values.view(blocks.shape[0], -1)
+    values = torch.empty(whole.shape, dtype=torch.float32)
+    width = found.data.shape[-1]  # items of a row of weights in the file; not read here
+    rows = values.view(-1, whole.shape[-1])
     step = max(1, BLOCK_WEIGHTS // rows.shape[1])
     with path.open("rb") as file:
-        file.seek(found.data_offset)
+        file.seek(whole.offset)
         for start in range(0, rows.shape[0], step):
             part = rows[start : start + step]
-            block = np.fromfile(file, blocks.dtype, part.shape[0] * blocks.shape[1]).reshape(part.shape[0], -1)
+            block = np.fromfile(file, found.data.dtype, part.shape[0] * width).reshape(part.shape[0], -1)
             part.copy_(torch.from_numpy(dequantize(block, found.tensor_type)))
     return values
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvseek.core.config import ModelConfig
-from kvseek.core.errors import ConfigError
+from kvseek.core.errors import ConfigError, require
 from kvseek.core.weight_only import HEAD
 
 from .checkpoint import OWN_DTYPE, Checkpoint
 from .effective_config import check_effective_config
 from .files import DOWNLOAD_AGAIN, Header, SafetensorsFile, generation_ends, metadata_files, naming, read_object
-from .model_config import model_config
+from .model_config import model_config, text_part
 from .quantised import UNQUANTISED, Quantisation, QuantisedTensors, QuantisedWeight, modelopt_config
 from .tokenizer import ModelTokenizer, load_tokenizer_directory
 
@@ -24,7 +27,40 @@ MERGE = "merge it into the model's weights, or remove it and its file"
 MERGE_INTO = "merge it into its base model with peft's merge_and_unload"
 MODELOPT_FILE = "hf_quant_config.json"
 ADAPTER_FILE = "adapter_config.json"
+DRAFTING = "mtp."  # what tensors of a multi-token-prediction head begin with
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")  # a tensor of one expert
+IMAGES, TEXT = "model.visual.", "model.language_model."  # those of models that also read images
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """A matrix within a tensor of all experts of a layer, as transformers 5 has them in memory.
+
+    Attributes
+    ----------
+    name : str
+        The tensor: gate_up_proj [experts, 2 I, hidden], gates before ups, or down_proj [experts, hidden, I].
+    expert : int
+    kind : str
+        "gate", "up" or "down".
+    """
+
+    name: str
+    expert: int
+    kind: str
+
+    def header(self, whole: Header) -> Header:
+        """Describe the matrix, by the header of the tensor; raises ConfigError if that has other axes."""
+        fits = len(whole.shape) == 3 and self.expert < whole.shape[0] and whole.shape[1] % 2 == 0
+        limit = f"[more than {self.expert} experts, an even number, ...]"
+        require(fits, f"shape of {whole.place}", whole.shape, limit, DOWNLOAD_AGAIN)
+        rows = whole.shape[1] // (1 if self.kind == "down" else 2)
+        return replace(whole, shape=(rows, whole.shape[2]))
+
+    def part(self, expert: Tensor) -> Tensor:
+        """Cut the matrix out of an expert's part of the tensor."""
+        return expert if self.kind == "down" else expert.chunk(2)[self.kind == "up"].contiguous()
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -35,7 +71,12 @@ class HuggingFaceCheckpoint(Checkpoint):
         """Shape of the model, from config.json and generation_config.json."""
         path, ends = self.path / "config.json", generation_ends(self.path)
         with naming(path):
-            return model_config(read_object(path), ends)
+            return model_config(self._text or read_object(path), ends)
+
+    @cached_property
+    def _text(self) -> dict[str, Any] | None:
+        """The configuration of the text part of a model that also reads images."""
+        return text_part(read_object(self.path / "config.json"))
 
     def check(self) -> None:
         """Raise ConfigError unless transformers reads the same model from the directory, and no adapter lies there."""
@@ -53,7 +94,17 @@ class HuggingFaceCheckpoint(Checkpoint):
     def unused(self, names: set[str]) -> set[str]:
         """Return the tensors that are not in `names`, as "NAME of FILE", without old Llama checkpoints' RoPE frequencies."""
         left = set(self._files) - (names if self._quantised is None else self._quantised.used(names))
+        left -= {*self._drafting, *self._of_images, *(stack.name for name in names if (stack := self._stack(name)))}
         return {f"{name} of {self._files[name]}" for name in left if not name.endswith("rotary_emb.inv_freq")}
+
+    @cached_property
+    def _drafting(self) -> list[str]:
+        """Tensors of a hybrid's head that predicts further tokens, with which no step drafts."""
+        return [name for name in self._files if name.startswith(DRAFTING)] if self.config.delta_net is not None else []
+
+    @cached_property
+    def _of_images(self) -> list[str]:
+        return [] if self._text is None else [name for name in self._files if name.startswith(IMAGES)]
 
     @property
     def quantised_by(self) -> str | None:
@@ -72,25 +123,50 @@ class HuggingFaceCheckpoint(Checkpoint):
     @property
     def notes(self) -> Sequence[str]:
         """See Checkpoint.notes."""
-        found = self._quantised
-        if found is None or not (found.rules.cache or found.reduces_activations):
-            return ()
-        return (OWN_DTYPE,)
+        found, notes = self._quantised, []
+        if found is not None and (found.rules.cache or found.reduces_activations):
+            notes.append(OWN_DTYPE)
+        if self._drafting:
+            notes.append(
+                f"{len(self._drafting)} tensors of the multi-token-prediction head ({DRAFTING}*) are not used: nothing is "
+                "drafted with it"
+            )
+        if self._of_images:
+            notes.append(f"{len(self._of_images)} tensors for images ({IMAGES}*) are left out: --text_only")
+        return notes
 
     def header(self, name: str) -> Header:
         """Describe one tensor; raises ConfigError if no file has the tensor, or it is of an unknown type."""
         if (own := self.quantised(name)) is not None:
             return Header(own.place, own.shape, torch.float32)
+        if stack := self._stack(name):
+            return stack.header(self._weight_files[self._files[stack.name]].header(self._stored_name(stack.name)))
         if name not in self._files:
             raise ConfigError(f"{self.path}: tensor {name} is missing in {self._listing}; {self._remedy_for(name)}")
-        return self._weight_files[self._files[name]].header(name)
+        return self._weight_files[self._files[name]].header(self._stored_name(name))
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor; raises as `header`."""
         if (own := self.quantised(name)) is not None:
             return own.read()
         self.header(name)
-        return self._weight_files[self._files[name]].tensor(name)
+        if stack := self._stack(name):
+            file, rows = self._weight_files[self._files[stack.name]], slice(stack.expert, stack.expert + 1)
+            return stack.part(file.tensor(self._stored_name(stack.name), rows)[0])
+        return self._weight_files[self._files[name]].tensor(self._stored_name(name))
+
+    def _stack(self, name: str) -> ExpertStack | None:
+        """Find the tensor of all experts that has a tensor of one, if experts are stored so."""
+        found = EXPERT.fullmatch(name)
+        if found is None or name in self._files:
+            return None
+        stack = ExpertStack(f"{found[1]}{'down' if found[3] == 'down' else 'gate_up'}_proj", int(found[2]), found[3])
+        return stack if stack.name in self._files else None
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name in the files of a tensor that a model of text alone has under `name`."""
+        own = name.replace("model.", TEXT, 1) if name.startswith("model.") and self._text is not None else name
+        return own if own in self._weight_files[self._files[name]].names else name
 
     def _own_tokenizer(self) -> ModelTokenizer:
         remedy = "put the model's tokenizer.json and tokenizer_config.json there, or pass --tokenizer DIR"
@@ -112,7 +188,8 @@ class HuggingFaceCheckpoint(Checkpoint):
     def _quantised(self) -> QuantisedTensors | None:
         if self._rules is None:
             return None
-        stored = {name: self._weight_files[file].stored(name) for name, file in self._files.items()}
+        files = self._weight_files
+        stored = {name: files[file].stored(self._stored_name(name)) for name, file in self._files.items()}
         return QuantisedTensors(self._rules, stored)
 
     @cached_property
@@ -124,7 +201,10 @@ class HuggingFaceCheckpoint(Checkpoint):
                 raise ConfigError(
                     f"{self.path / file}: tensor {name} is missing, {INDEX_FILE} names it; {DOWNLOAD_AGAIN}"
                 )
-        return files | self._weight_map
+        files |= self._weight_map
+        if self._text is not None:
+            files = {name.replace(TEXT, "model.", 1): file for name, file in files.items()}
+        return files
 
     @cached_property
     def _weight_files(self) -> dict[str, SafetensorsFile]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -98,7 +98,8 @@ CONFIG = KnownKeys(
         original_max_position_embeddings partial_rotary_factor dual_chunk_attention_config attention_bias mlp_bias hidden_act
         tie_word_embeddings bos_token_id eos_token_id pad_token_id sliding_window layer_types use_qk_norm qkv_bias
         num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob shared_expert_intermediate_size
-        decoder_sparse_step mlp_only_layers""",
+        decoder_sparse_step mlp_only_layers full_attention_interval attn_output_gate linear_num_key_heads
+        linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""",
     {
         "use_sliding_window": (False,),
         "is_causal": (True,),
@@ -114,6 +115,7 @@ CONFIG = KnownKeys(
         "load_in_8bit": NOT_QUANTISED,
         "transformers_weights": (None,),
         "n_routed_experts": NO_EXPERTS,
+        "mamba_ssm_dtype": ("float32", None),  # of states
         "rope_interleaved": (False,),
         "qk_layernorm": (False,),
         "use_mrope": (False,),
@@ -129,6 +131,7 @@ CONFIG = KnownKeys(
             initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop pretraining_tp gradient_checkpointing
             gradient_checkpointing_kwargs use_gradient_checkpointing neftune_noise_alpha dtype torch_dtype use_bfloat16 bf16 fp16
             fp32 _pre_quantization_dtype finetuning_task loss_type z_loss_weight router_aux_loss_coef""",
+        "the multi-token-prediction head, which drafts nothing": "mtp_*",
         "how quantised weights are stored, which quantised.py reads": "quantization_config",
         "the layer from which windows slide, which use_sliding_window = false puts out of use": "max_window_layers",
         "names, and code of the publisher's, which is not run": f"""
@@ -211,6 +214,13 @@ GGUF = KnownKeys(
             tokenizer.ggml.fim_*_token_id tokenizer.ggml.prefix_token_id tokenizer.ggml.suffix_token_id
             tokenizer.ggml.middle_token_id tokenizer.chat_template.* tokenizer.chat_templates""",
     },
+)
+# Of a mixture of experts.
+GGUF_EXPERTS = replace(
+    GGUF,
+    used=f"{GGUF.used} {{arch}}.expert_count {{arch}}.expert_used_count {{arch}}.expert_feed_forward_length "
+    "{arch}.expert_shared_feed_forward_length",
+    neutral={key: values for key, values in GGUF.neutral.items() if values is not NO_EXPERTS},
 )
 # Keys of a TensorRT-LLM checkpoint's config.json, by TensorRT-LLM's PretrainedConfig, LLaMAConfig and QWenConfig.
 TENSORRT_LLM = KnownKeys(

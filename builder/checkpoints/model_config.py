@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvseek.core.config import CHECK_CONFIG, ModelConfig, RopeScaling
+from kvseek.core.config import CHECK_CONFIG, HYBRIDS, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError, from_dict, require
 
 from .known_keys import CONFIG, IDLE_ROPE_KEYS, ROPE_KINDS, USE_ANOTHER, KnownKeys
@@ -18,10 +18,25 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
 }
+# Of models that also read images, whose text part is one of ARCHITECTURES.
+WITH_IMAGES = {f"{name}ForConditionalGeneration": f"{name}ForCausalLM" for name in ("Qwen3_5", "Qwen3_5Moe")}
 DEFAULT_MISTRAL_WINDOW = 4096  # tokens; transformers' default for a Mistral config.json without the field
-QK_NORM = ("qwen3", "qwen3_moe")
-HYBRIDS = ("Qwen3Next", "Qwen3_5")  # with whatever follows
+QK_NORM = ("qwen3", "qwen3_moe", *HYBRIDS)
+SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
+HYBRID_ROTARY_FACTOR = 0.25  # transformers' default for hybrids
+FULL_ATTENTION_INTERVAL = 4  # likewise: every fourth layer attends
+KINDS = {"linear_attention": True, "full_attention": False}  # of layer_types: whether a layer keeps a state
+DELTA_KEYS = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_head_dim": "linear_key_head_dim",
+    "value_head_dim": "linear_value_head_dim",
+    "conv_kernel": "linear_conv_kernel_dim",
+}
 EXPERT_KEYS = (
     "num_experts",
     "num_local_experts",
@@ -60,28 +75,30 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
         If a field is missing, malformed, unknown or asks for something that the decoder does not have; the message names the
         field.
     """
-    _refuse_states(values)
     CONFIG.check(values)
     architecture = _architecture(values)
-    _refuse_unsupported(values)
+    _refuse_unsupported(values, architecture)
     heads, hidden = _integer(values, "num_attention_heads"), _integer(values, "hidden_size")
     layers = _integer(values, "num_hidden_layers")
     require(layers <= MOST_LAYERS, "num_hidden_layers", layers, f"<= {MOST_LAYERS}", CHECK_CONFIG)
-    attention_bias = _boolean(values, "attention_bias")
+    attention_bias, hybrid = _boolean(values, "attention_bias"), architecture in HYBRIDS
+    experts = _experts(values, architecture, layers)
+    head_dim = _head_dim(values, architecture, hidden, heads)
     return from_dict(
         ModelConfig,
         {
             "architecture": architecture,
             "vocab_size": _integer(values, "vocab_size"),
             "hidden_size": hidden,
-            "intermediate_size": _integer(values, "intermediate_size"),
+            # No layer of a qwen3_5_moe has one of this size, and no such config.json states it.
+            "intermediate_size": _integer(values, f"{'moe_' * (architecture == 'qwen3_5_moe')}intermediate_size"),
             "num_layers": layers,
             "num_heads": heads,
             "num_kv_heads": _kv_heads(values, architecture, heads),
-            "head_dim": _head_dim(values, architecture, hidden, heads),
+            "head_dim": head_dim,
             "rms_norm_eps": _required(values, "rms_norm_eps"),
             "max_position_embeddings": _integer(values, "max_position_embeddings"),
-            **_rope(values),
+            **_rope(values, architecture, head_dim),
             "qkv_bias": attention_bias
             or architecture == "qwen2"
             or _boolean(values, "qkv_bias", architecture == "qwen2_moe"),
@@ -93,7 +110,10 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
             "eos_token_ids": list(dict.fromkeys([*eos_token_ids, *token_ids(values.get("eos_token_id"))])),
             "pad_token_id": None if values.get("pad_token_id") == NO_PADDING else values.get("pad_token_id"),
             "sliding_window": _sliding_window(values),
-            "experts": _experts(values, architecture, layers),
+            "experts": experts,
+            "gated_attention": hybrid,
+            "centred_norms": hybrid,
+            "delta_net": _delta_net(values, layers) if hybrid else None,
         },
         "model",
     )
@@ -118,29 +138,55 @@ def _architecture(values: dict[str, Any]) -> str:
     return ARCHITECTURES[found]
 
 
-def _refuse_states(values: dict[str, Any]) -> None:
-    """Refuse hybrids before any key of theirs that is unknown, which nobody should remove."""
+def text_part(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the config.json of the text part of a model that also reads images; None: it is of another kind.
+
+    Raises ConfigError if it states no text part.
+    """
     stated = values.get("architectures")
     name = stated[0] if isinstance(stated, list) and stated else None
-    hybrid, limit = isinstance(name, str) and name.startswith(HYBRIDS), f"one of {', '.join(ARCHITECTURES)}"
-    remedy = (
-        "its Gated DeltaNet layers keep a state and no rows, which kvseek cannot serve yet: use a Qwen3 or Qwen3-MoE"
+    if not isinstance(name, str) or name not in WITH_IMAGES:
+        return None
+    text = values.get("text_config")
+    require(isinstance(text, dict), "text_config", text, "an object", CHECK_CONFIG)
+    assert isinstance(text, dict), "as it has just been found"
+    tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return {**text, "architectures": [WITH_IMAGES[name]], "tie_word_embeddings": tied}
+
+
+def _delta_net(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Read the fields of DeltaNetConfig."""
+    kinds, name = values.get("layer_types"), "full_attention_interval"
+    if kinds is None:
+        interval = _integer({name: values.get(name, FULL_ATTENTION_INTERVAL)}, name)
+        kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
+    limit = f"a list of {layers}, each one of {', '.join(KINDS)}"
+    fits = (
+        isinstance(kinds, list) and len(kinds) == layers and all(isinstance(one, str) and one in KINDS for one in kinds)
     )
-    require(not hybrid, "architectures", name, limit, remedy)
+    require(fits, "layer_types", kinds, limit, CHECK_CONFIG)
+    sizes = {name: _integer(values, key) for name, key in DELTA_KEYS.items()}
+    return {"layers": [layer for layer, kind in enumerate(kinds) if KINDS[kind]], **sizes}
 
 
 def _experts(values: dict[str, Any], architecture: str, layers: int) -> dict[str, Any] | None:
     """Read the fields of ExpertsConfig; in a decoder without experts, the keys must ask for none."""
-    if not architecture.endswith("_moe"):
+    if not architecture.endswith("_moe") and architecture != "qwen3_next":
         for name in EXPERT_KEYS:
             limit = f"absent with architectures = {values['architectures'][0]!r}"
             require(not values.get(name), name, values.get(name), limit, USE_ANOTHER)
         return None
-    shared, qwen2, name = "shared_expert_intermediate_size", architecture == "qwen2_moe", values["architectures"][0]
+    if architecture == "qwen3_next" and values.get("num_experts") == 0:
+        return None  # transformers looks at no other key then
+    shared, name = "shared_expert_intermediate_size", values["architectures"][0]
     # transformers 5 writes Qwen3-MoE's under another name.
-    local = not qwen2 and "num_local_experts" in values and "num_experts" not in values
+    local = architecture == "qwen3_moe" and "num_local_experts" in values and "num_experts" not in values
     count = "num_local_experts" if local else "num_experts"
-    ignored = {"num_experts", "num_local_experts", *(() if qwen2 else ("qkv_bias", shared))}  # by transformers
+    ignored = {"num_experts", "num_local_experts"}  # by transformers
+    ignored |= set() if architecture == "qwen2_moe" else {"qkv_bias"}
+    ignored |= set() if architecture in SHARED_EXPERT else {shared}
+    everywhere = architecture == "qwen3_5_moe"  # experts in all layers, normalised
+    ignored |= {"decoder_sparse_step", "mlp_only_layers", "norm_topk_prob"} if everywhere else set()
     for key in sorted(ignored - {count}):
         require(not values.get(key), key, values.get(key), f"absent with architectures = {name!r}", USE_ANOTHER)
     step = _integer({"decoder_sparse_step": values.get("decoder_sparse_step", 1)}, "decoder_sparse_step")
@@ -151,8 +197,8 @@ def _experts(values: dict[str, Any], architecture: str, layers: int) -> dict[str
         "num_experts": _integer(values, count),
         "num_experts_per_tok": _integer(values, "num_experts_per_tok"),
         "intermediate_size": _integer(values, "moe_intermediate_size"),
-        "norm_topk_prob": _boolean(values, "norm_topk_prob"),
-        "shared_intermediate_size": _integer(values, shared) if qwen2 else None,
+        "norm_topk_prob": everywhere or _boolean(values, "norm_topk_prob"),
+        "shared_intermediate_size": _integer(values, shared) if architecture in SHARED_EXPERT else None,
         "dense_layers": dense_layers(layers, step, alone),
     }
 
@@ -162,7 +208,7 @@ def dense_layers(layers: int, step: int, alone: Sequence[int]) -> tuple[int, ...
     return tuple(layer for layer in range(layers) if layer in alone or (layer + 1) % step)
 
 
-def _refuse_unsupported(values: dict[str, Any]) -> None:
+def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
     activation = values.get("hidden_act", "silu")
     require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
     biased, name = values.get("mlp_bias", False), values["architectures"][0]
@@ -171,6 +217,15 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
     normed, limit = values.get("use_qk_norm", False), f"false, or absent, with architectures = {name!r}"
     fits = normed is False or (normed is True and ARCHITECTURES[name] in QK_NORM)
     require(fits, "use_qk_norm", normed, limit, USE_ANOTHER)
+    if architecture in HYBRIDS:
+        gated = values.get("attn_output_gate", True)
+        require(gated is True, "attn_output_gate", gated, "true or absent", USE_ANOTHER)
+        return
+    for name in ("full_attention_interval", *DELTA_KEYS.values()):
+        limit = f"absent with architectures = {values['architectures'][0]!r}"
+        require(values.get(name) is None, name, values.get(name), limit, USE_ANOTHER)
+    gated = values.get("attn_output_gate")
+    require(not gated, "attn_output_gate", gated, "false or absent", USE_ANOTHER)
     kinds = values.get("layer_types")
     require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK_CONFIG)
     kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind != "full_attention"]
@@ -197,17 +252,17 @@ def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:
 
 def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int) -> int:
     """Read or compute the head size; Qwen3's must be stated, because it does not follow from other fields."""
-    stated = architecture in ("qwen2", "qwen2_moe", "qwen3_moe") and "head_dim" in values
+    stated = architecture in ("qwen2", "qwen2_moe", "qwen3_moe", *HYBRIDS) and "head_dim" in values
     if stated:  # transformers computes nothing in its place
         return _integer(values, "head_dim")
-    if architecture != "qwen3" and values.get("head_dim") is None:
+    if architecture not in ("qwen3", *HYBRIDS) and values.get("head_dim") is None:
         limit = f"a multiple of num_attention_heads = {heads}"
         require(hidden % heads == 0, "hidden_size", hidden, limit, "or state head_dim")
         return hidden // heads
     return _integer(values, "head_dim")
 
 
-def _rope(values: dict[str, Any]) -> dict[str, Any]:
+def _rope(values: dict[str, Any], architecture: str, head_dim: int) -> dict[str, Any]:
     """Read the fields of ModelConfig for the rotation of positions, and for how far positions reach."""
     for name in ("rope_scaling", "rope_parameters"):
         valid = isinstance(values.get(name), dict | None)
@@ -216,7 +271,10 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     parameters = dict(values.get(name) or {})
     theta = parameters.pop("rope_theta", values.get("rope_theta", DEFAULT_ROPE_THETA))
-    _check_partial(parameters.pop("partial_rotary_factor", values.get("partial_rotary_factor")))
+    usual = HYBRID_ROTARY_FACTOR if architecture in HYBRIDS else None
+    partial = parameters.pop("partial_rotary_factor", values.get("partial_rotary_factor", usual))
+    if architecture in ("qwen3_5", "qwen3_5_moe"):  # a text's tokens have the same position in each section
+        parameters.pop("mrope_section", None), parameters.pop("mrope_interleaved", None)
     if (original := "original_max_position_embeddings") in values:  # goes before the one among the parameters
         outer = _integer(values, original)
         if _kind(parameters) in [kind for kind, keys in ROPE_KINDS.items() if original in keys]:
@@ -226,14 +284,20 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
     if scaling is not None and scaling.kind == "yarn":
         reach = max(reach, int(scaling.factor * scaling.original_max_position_embeddings))
     return {
+        "rotary_dim": _rotary_dim(partial, architecture, head_dim),
         "rope_theta": theta,
         "rope_scaling": None if scaling is None else dataclasses.asdict(scaling),
         "max_position_embeddings": min([reach, *_dual_chunks(values)]),
     }
 
 
-def _check_partial(factor: Any) -> None:
-    require(factor in (None, 1, 1.0), "partial_rotary_factor", factor, "1", USE_ANOTHER)
+def _rotary_dim(factor: Any, architecture: str, head_dim: int) -> int | None:
+    if architecture not in HYBRIDS:
+        require(factor in (None, 1, 1.0), "partial_rotary_factor", factor, "1", USE_ANOTHER)
+        return None
+    number = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor <= 1
+    require(number, "partial_rotary_factor", factor, "a number > 0, <= 1", CHECK_CONFIG)
+    return None if factor == 1 else int(head_dim * factor)
 
 
 def _dual_chunks(values: dict[str, Any]) -> list[int]:

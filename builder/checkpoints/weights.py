@@ -30,7 +30,7 @@ from kvseek.core.weight_only import (
     number_format,
     quantise,
 )
-from kvseek.engine.model.weights import EXPERTS, Weight, index_file, list_weights, source_shape
+from kvseek.engine.model.weights import EXPERTS, Weight, index_file, list_weights, source_shape, stored_dtype
 
 from .checkpoint import Checkpoint
 from .files import FLOAT_TYPES, naming
@@ -86,7 +86,7 @@ class WeightFormat:
         """List the tensors that a weight is stored as."""
         own = self.number_format(weight.name)
         if own == NONE:
-            return (Stored(weight.name, weight.shape, self.dtype),)
+            return (Stored(weight.name, weight.shape, stored_dtype(weight.name, self.dtype)),)
         numbers, scale = layout(weight.shape, own, self.weight_group)
         return Stored(weight.name, *numbers), Stored(f"{weight.name}_scale", *scale)
 
@@ -97,7 +97,7 @@ class WeightFormat:
         """
         own = self.number_format(name)
         if own == NONE:
-            return (_convert(tensor, name, self.dtype),)
+            return (_convert(tensor, name, stored_dtype(name, self.dtype)),)
         try:
             return quantise(tensor, own, self.weight_group, torch.ones(1) if importance is None else importance)
         except ConfigError as error:
@@ -211,7 +211,7 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     """Find how an engine computes with a quantised checkpoint's own numbers.
 
     A matrix is kept if the device multiplies its numbers, and all that are fused in it have the same or fit into
-    INT8_ASYMMETRIC; else it is rounded. On a GPU all experts must be of one format, or all matrices are rounded. The engine's
+    INT8_ASYMMETRIC; else it is rounded. On a GPU all experts must be kept, or all matrices are rounded. The engine's
     precision is the one with which the layers take the fewest bytes. The embedding may be of any. Groups of several sizes are
     divided into the smallest of them.
 
@@ -236,12 +236,12 @@ def own_numbers(checkpoint: Checkpoint, device: str) -> OwnNumbers | None:
     for precision in dict.fromkeys(one for formats, _ in kept.values() for one in formats):
         chosen = {weight: _chosen(formats, precision) for weight, (formats, _) in kept.items()}
         of_experts = {one for weight, one in chosen.items() if device == "cuda" and f".{EXPERTS}." in weight.name}
-        if of_experts - {precision} or (of_experts and precision == INT8_ASYMMETRIC):
-            continue  # kernels multiply all experts with one format, and not with that
+        if NONE in of_experts:
+            continue  # kernels multiply all experts with their own numbers, or none
         choices[precision] = (sum(_narrow_bytes(weight, one) for weight, one in chosen.items()), chosen)
     why = next((why for _, why in kept.values() if why), "")
     if not choices:
-        why = why or f"{layers[-1].sources[0]} has numbers that kernels of a GPU's experts do not multiply"
+        why = why or f"{layers[-1].sources[0]} has other numbers than experts before it"
         return OwnNumbers(NONE, why=why, stated=stated)
     precision = min(choices, key=lambda one: choices[one][0])
     own = {weight.name.removesuffix(".weight"): one for weight, one in choices[precision][1].items()}
@@ -302,7 +302,7 @@ def weight_reader(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[str],
     """
     weights = {weight.name: weight for weight in list_weights(checkpoint.config)}
     check_tensors(checkpoint, list(weights.values()))
-    return lambda name: _convert(fuse(checkpoint, weights[name]), name, dtype)
+    return lambda name: _convert(fuse(checkpoint, weights[name]), name, stored_dtype(name, dtype))
 
 
 def total_size(model: ModelConfig, weight_format: WeightFormat, tp_size: int = 1) -> int:
@@ -316,7 +316,11 @@ def total_size(model: ModelConfig, weight_format: WeightFormat, tp_size: int = 1
 def fuse(checkpoint: Checkpoint, weight: Weight) -> Tensor:
     """Read and concatenate the sources of a weight, in the widest of their types if the types differ."""
     parts = [checkpoint.tensor(name) for name in weight.sources]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _ordered(parts[0] if len(parts) == 1 else torch.cat(parts), weight).view(weight.shape)
+
+
+def _ordered(rows: Tensor, weight: Weight) -> Tensor:
+    return rows if weight.order is None else rows[weight.order]
 
 
 def _converted(
@@ -328,7 +332,7 @@ def _converted(
         parts = [own for name in weight.sources if (own := checkpoint.quantised(name)) and wanted in own.precisions]
         if len(parts) == len(weight.sources):
             numbers, scales = zip(*(part.as_stored(wanted, weight_format.weight_group) for part in parts), strict=True)
-            return torch.cat(numbers), torch.cat(scales)
+            return _ordered(torch.cat(numbers), weight), _ordered(torch.cat(scales), weight)
     return weight_format.convert(fuse(checkpoint, weight), weight.name, importance)
 
 
@@ -440,18 +444,30 @@ def rank_part(name: str, tensor: Tensor, model: ModelConfig, tp_size: int, rank:
         return halves[:, :, rank].flatten(0, 2)
     if part == "qkv":
         return _heads(tensor, model, tp_size, rank)
+    if part in ("qkvz", "conv", "ba", "a_log", "dt"):
+        return _delta_heads(tensor, part, model, tp_size, rank)
     return tensor
 
 
+def _delta_heads(tensor: Tensor, part: str, model: ModelConfig, tp_size: int, rank: int) -> Tensor:
+    """Cut a rank's heads out of the rows of a Gated DeltaNet layer's weight."""
+    states = model.delta_net
+    assert states is not None, "the layer is one"
+    heads = states.num_value_heads
+    sizes = {"ba": [heads, heads], "a_log": [heads], "dt": [heads]}.get(part, [states.keys, states.keys, states.values])
+    sizes = [*sizes, states.values] if part == "qkvz" else sizes
+    return torch.cat([each.tensor_split(tp_size)[rank] for each in torch.split(tensor, sizes)])
+
+
 def _heads(tensor: Tensor, model: ModelConfig, tp_size: int, rank: int) -> Tensor:
-    """Cut a rank's query, key and value heads out of the rows of qkv."""
-    own, dim = rank_model(model, tp_size), model.head_dim
-    queries, keys, values = torch.split(
-        tensor, [heads * dim for heads in (model.num_heads, *2 * (model.num_kv_heads,))]
+    """Cut a rank's query, key and value heads, and their gates, out of the rows of qkv."""
+    own, dim, gates = rank_model(model, tp_size), model.head_dim, model.num_heads * model.gated_attention
+    queries, keys, values, gated = torch.split(
+        tensor, [heads * dim for heads in (model.num_heads, *2 * (model.num_kv_heads,), gates)]
     )
     first = first_kv_head(model, tp_size, rank) * dim
     parts = [part[first : first + own.num_kv_heads * dim] for part in (keys, values)]
-    return torch.cat((queries.tensor_split(tp_size)[rank], *parts))
+    return torch.cat((queries.tensor_split(tp_size)[rank], *parts, gated.tensor_split(tp_size)[rank]))
 
 
 def _kind(name: str) -> tuple[str, str]:

@@ -58,8 +58,8 @@ class Specialisation:
         Inputs that share the scales of int4.
     asymmetric : bool
         Whether some weights are of int8_asymmetric instead.
-    experts : bool
-        Whether the model has mixtures of experts.
+    experts, delta_net : bool
+        Whether the model has mixtures of experts, and Gated DeltaNet layers.
     rounded_rows : bool
         Whether rows have 8 bits (cache.row_dtype).
     """
@@ -73,6 +73,7 @@ class Specialisation:
     weight_group: int = WEIGHT_GROUP
     asymmetric: bool = False
     experts: bool = False
+    delta_net: bool = False
     rounded_rows: bool = False
 
     @property
@@ -86,6 +87,7 @@ class Specialisation:
             ("KVSEEK_WEIGHT_GROUP", group_inputs(self.weight_only_precision, self.weight_group)),
             ("KVSEEK_ASYMMETRIC", int(self.asymmetric or self.weight_only_precision == INT8_ASYMMETRIC)),
             ("KVSEEK_EXPERTS", int(self.experts)),
+            ("KVSEEK_DELTA_NET", int(self.delta_net)),
             ("KVSEEK_ROUNDED_ROWS", int(self.rounded_rows)),
             *self.defines,
         )
@@ -104,7 +106,8 @@ def specialise(config: EngineConfig) -> Specialisation:
         raise ConfigError(f"{fault} with device = 'cuda'; build with --device cpu")
     if config.weight_only_precision != NONE:
         limit = f"a multiple of {INPUTS_MULTIPLE} with weight_only_precision = {config.weight_only_precision!r}"
-        for name, value in {"hidden_size": model.hidden_size, **model.mlp_sizes}.items():  # heads are multiples of 32
+        states = {} if model.delta_net is None else {"delta_net values": model.delta_net.values}
+        for name, value in {"hidden_size": model.hidden_size, **states, **model.mlp_sizes}.items():  # heads are of 32
             require(value % INPUTS_MULTIPLE == 0, name, value, limit, "build with --weight_only_precision none")
     # Kernels read two scales of a row at a time.
     multiple, sizes = 2 * WEIGHT_GROUP, dict[str, int]()
@@ -126,6 +129,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         config.weight_group,
         INT8_ASYMMETRIC in config.weight_formats.values(),
         model.experts is not None,
+        model.delta_net is not None,
         config.cache.row_dtype == "int8",
     )
 

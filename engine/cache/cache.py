@@ -30,6 +30,7 @@ from kvseek.plugins.contract import Index
 from .memory_layout import slot_count
 from .prefix import Prefix
 from .row_storage import RowStorage
+from .states import States
 
 EVICT_AHEAD = 32  # most decode steps between the copy of rows that leave the window and the step where they leave
 COPIES_IN_FLIGHT = 2  # layers of a prompt whose rows wait on the device for their copy to the host
@@ -53,13 +54,16 @@ class Cache:
     Attributes
     ----------
     window : Tensor [layers, slots, G, window, 2, D], on the engine's device
-        Window rows, each a key and a value. There are max_batch_size slots; an engine on a GPU has one more.
+        Window rows, each a key and a value, of the layers that have rows (ModelConfig.row_layers), which are numbered from 0 in
+        all of the cache. There are max_batch_size slots; an engine on a GPU has one more.
     rows : RowStorage
         Rows of the retrieval regions.
     extents : ExtentTable
         The extents of `rows` that each slot has.
     tokens, lengths : list of int, one per slot
         All cached tokens of a slot, and the tokens in its retrieval region.
+    states : States or None
+        The states of a hybrid's other layers.
     latest : Tensor, int32 [slots], on the engine's device
         The token that each slot's last step has drawn, on a GPU: a step reads there what the host does not know yet.
     prefixes : dict of int to Prefix
@@ -79,6 +83,7 @@ class Cache:
         max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
         self.extents = ExtentTable(slots, max_extents, rows.layout.capacity, device)
         self.window = _windows(config, slots, dtype, device)
+        self.states = None if config.model.delta_net is None else States(config, dtype, device)
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
         self.tokens, self.lengths = [0] * slots, [0] * slots
         if self.padding_slot < slots:
@@ -147,6 +152,8 @@ class Cache:
         self._prepared.pop(slot, None)
         self.prefixes.pop(slot, None)
         self.extents.release(slot)
+        if self.states is not None:
+            self.states.close(slot)
         self.tokens[slot] = self.lengths[slot] = 0
 
     # A prompt, layer by layer.
@@ -379,7 +386,7 @@ class Cache:
 
 def _windows(config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     model = config.model
-    shape = (model.num_layers, slots, model.num_kv_heads, config.cache.window, 2, model.head_dim)
+    shape = (len(model.row_layers), slots, model.num_kv_heads, config.cache.window, 2, model.head_dim)
     try:
         return torch.zeros(shape, dtype=dtype, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError is one

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import extents_for
 from kvseek.kernels.reference.attention.rounded_rows import SCALE_DTYPE
@@ -72,7 +72,8 @@ class RowLayout:
 class MemoryLayout:
     """Device memory of an engine, in bytes.
 
-    `device_row_bytes` is the most that rows may use; `rows.device_bytes` of them are used.
+    `device_row_bytes` is the most that rows may use; `rows.device_bytes` of them are used. `window_bytes` are those of windows
+    and of states.
     """
 
     rows: RowLayout
@@ -116,8 +117,22 @@ def slot_count(config: EngineConfig) -> int:
 def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the windows of all layers and slots."""
     model = config.model
-    rows = model.num_layers * slot_count(config) * model.num_kv_heads * config.cache.window
+    rows = len(model.row_layers) * slot_count(config) * model.num_kv_heads * config.cache.window
     return rows * 2 * model.head_dim * dtype.itemsize
+
+
+def state_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the states of all layers and slots, of layers that keep no rows."""
+    return slot_count(config) * slot_state_bytes(config.model, dtype)
+
+
+def slot_state_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a slot's states in all layers that keep no rows."""
+    states = model.delta_net
+    if states is None:
+        return 0
+    recurrent = states.values * states.key_head_dim * torch.float32.itemsize
+    return len(states.layers) * (recurrent + states.conv_kernel * states.channels * dtype.itemsize)
 
 
 def host_rows(config: EngineConfig, dtype: torch.dtype) -> RowLayout:
@@ -157,7 +172,7 @@ def lay_out_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int
     CapacityError
         If a budget has no room for one extent, or, with "never", the rows exceed `device_row_bytes`.
     """
-    layers, cache = config.model.num_layers, config.cache
+    layers, cache = len(config.model.row_layers), config.cache
     dense = min(method_traits(config).device_layers, layers)
     choices = {"always": [dense], "never": [layers], "auto": list(range(dense, layers + 1))}[cache.offload]
     layouts = [_layout(config, dtype, device_layers, device_row_bytes) for device_layers in choices]
@@ -176,7 +191,7 @@ def lay_out_rows(config: EngineConfig, dtype: torch.dtype, device_row_bytes: int
 def _layout(config: EngineConfig, dtype: torch.dtype, device_layers: int, device_row_bytes: int | None) -> RowLayout:
     """Lay out as many extents as the budgets allow, with the rows of `device_layers` layers on the device."""
     cache, layer_bytes = config.cache, layer_extent_bytes(config, dtype)
-    host_layers = config.model.num_layers - device_layers
+    host_layers = len(config.model.row_layers) - device_layers
     budgets = [(cache.kv_cache_host_memory_bytes, host_layers), (cache.kv_cache_device_memory_bytes, device_layers)]
     if cache.offload == "auto":  # with "never" too little free memory is an error, not a smaller pool
         budgets.append((device_row_bytes, device_layers))
@@ -212,14 +227,14 @@ def divide_memory(
     CapacityError
         If the parts do not fit; the message has the bytes of each. Also raised as by `lay_out_rows`.
     """
-    windows = window_bytes(config, dtype)
+    layers, windows = len(config.model.row_layers), window_bytes(config, dtype) + state_bytes(config, dtype)
     free = device_bytes - weight_bytes - work_bytes - windows
     if free < 0:
-        none = RowLayout(0, 0, config.model.num_layers, layer_extent_bytes(config, dtype))
+        none = RowLayout(0, 0, layers, layer_extent_bytes(config, dtype))
         raise _does_not_fit(MemoryLayout(none, 0, weight_bytes, 0, windows, work_bytes), device_bytes)
 
     def index_bytes(capacity: int) -> int:
-        return round(config.model.num_layers * index_bytes_per_token * EXTENT_TOKENS) * capacity
+        return round(layers * index_bytes_per_token * EXTENT_TOKENS) * capacity
 
     # The index grows with the extents and leaves the rest to rows. Fewer bytes never give more extents, so the second
     # layout's index is no larger than the first layout's.
@@ -234,7 +249,7 @@ def divide_memory(
 
 def _no_extent(config: EngineConfig, layout: RowLayout, device_row_bytes: int | None) -> CapacityError:
     """Make the error for rows of which not one extent fits: into a stated bound, or into what is left of the device."""
-    layers, bounds = config.model.num_layers, config.cache.bounds
+    layers, bounds = len(config.model.row_layers), config.cache.bounds
     limits = [f"{name} = {value:,}" for name, value in bounds.items()]
     limits += [] if device_row_bytes is None else [f"{device_row_bytes:,} bytes of device memory are left"]
     remedies = [f"raise {' or '.join(bounds)}"] if bounds else []
@@ -260,8 +275,9 @@ def _does_not_fit(layout: MemoryLayout, device_bytes: int) -> CapacityError:
     tokens = layout.rows.capacity * EXTENT_TOKENS
     remedy = "" if layout.rows.host_layers else "choose offload 'auto', or "
     return CapacityError(
-        f"device memory: weights {layout.weight_bytes:,}, windows {layout.window_bytes:,}, work space {layout.work_bytes:,}, "
-        f"index of {tokens:,} tokens {layout.index_bytes:,} and rows {layout.rows.device_bytes:,} are "
+        f"device memory: weights {layout.weight_bytes:,}, windows and states {layout.window_bytes:,}, "
+        f"work space {layout.work_bytes:,}, index of {tokens:,} tokens {layout.index_bytes:,} and rows "
+        f"{layout.rows.device_bytes:,} are "
         f"{layout.device_bytes:,} bytes, {device_bytes:,} are available; {remedy}lower max_batch_size, max_seq_len, "
         "prefill_chunk_tokens or kv_cache_host_memory_bytes (it limits the tokens that are indexed)"
     )

@@ -12,6 +12,7 @@ from kvseek.core.extents import Span, cut
 from kvseek.plugins.registry import method_traits
 
 from .row_storage import RowStorage
+from .states import Snapshot
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,12 @@ class Prefix(Reuse):
     ----------
     sink_rows : Tensor [layers, G, sink, 2, D], in host memory
         Rows of the sink, which lies in no extent. Pinned, if the engine computes on a GPU.
+    state : Snapshot or None
+        Of a hybrid: the states after these tokens.
     """
 
     sink_rows: Tensor = field(kw_only=True)
+    state: Snapshot | None = field(default=None, kw_only=True)
 
     def sink_of(self, layer: int, device: torch.device) -> Tensor:
         """Return a layer's rows of the sink on a device, [G, sink, 2, D]; they must not be written to."""
@@ -86,11 +90,14 @@ class Prefix(Reuse):
 
 def reuses_prefixes(config: EngineConfig) -> bool:
     """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    return config.runtime == "torch" and config.cache.reuse is not False
+    alone = config.model.delta_net is None or config.tp_size == 1
+    return config.runtime == "torch" and config.cache.reuse is not False and alone
 
 
 def why_no_reuse(config: EngineConfig) -> str:
     """Say why an engine for which `reuses_prefixes` is false keeps nothing, and how one that does is built."""
+    if config.model.delta_net is not None and config.tp_size > 1:
+        return f"ranks keep no states of its Gated DeltaNet layers: leave it out, or build with --tp_size 1, not {config.tp_size}"
     cause = "cache.reuse = False" if config.cache.reuse is False else f"runtime = {config.runtime!r}"
     remedy = "--cache.reuse true" if config.cache.reuse is False else "--runtime torch"
     return f"the engine was built with {cause}: leave it out, or build with {remedy}"

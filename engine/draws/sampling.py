@@ -62,6 +62,26 @@ class Launched:
     selected_rows: Callable[[], Mapping[int, SelectedRows]] = dict
 
 
+@dataclass(frozen=True)
+class Verification:
+    """A decode step of which a request may have several rows, one a token: its latest, and a draft of the next ones.
+
+    Attributes
+    ----------
+    attended : list of float
+        Cached tokens that one KV head attends to, per row, averaged over the layers.
+    draw : callable
+        Takes numbers of rows, and as many samplers or None; waits for the step, and draws the token behind each row, as
+        Launched.collect gives it. To be called for the rows of a request in their order, when the tokens before have been taken.
+    selected_rows : callable
+        See Launched; to be called after `draw`.
+    """
+
+    attended: list[float]
+    draw: Callable[[Sequence[int], Sequence[Sampler | None]], list[Drawn | int]]
+    selected_rows: Callable[[], Mapping[int, SelectedRows]] = dict
+
+
 class Guiding(Protocol):
     """State of a request's guide; GuideMatcher of engine/schedule/guides.py says more."""
 

@@ -57,7 +57,9 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
     method: Literal[
         "cache.close",
+        "decoder.accept",
         "decoder.prepare",
+        "decoder.prepare_to_verify",
         "decoder.resume",
         "prefill.advance",
         "prefill.drop",
@@ -72,11 +74,12 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
-    """Decoder.decode, if the cache's digest is this."""
+    """Decoder.launch, or Decoder.verify, if the cache's digest is this."""
 
     tokens: tuple[int, ...]
     slots: tuple[int, ...]
     digest: int
+    verifies: bool = False
 
 
 Command = Open | Begin | Decode | Call

@@ -67,12 +67,15 @@ class Follower:
                 else:
                     target = self._rows if of == "rows" else self._decoder
                 getattr(target, name)(*arguments)
-            case Decode(tokens, slots, expected):
+            case Decode(tokens, slots, expected, verifies):
                 found = digest(self._decoder.cache)
                 if found != expected:
                     raise RuntimeError(f"checksum of the cache's state = {found:08x}: must be rank 0's, {expected:08x}")
                 # Rank 0 draws from the logits. This rank only waits for its part of the step, of which a token is less to copy.
-                self._decoder.launch(tokens, slots, [None] * len(slots)).collect()
+                if verifies:
+                    self._decoder.verify(tokens, slots).draw([0], [None])
+                else:
+                    self._decoder.launch(tokens, slots, [None] * len(slots)).collect()
 
     def _prefix(self, reuse: Reuse | None) -> Prefix | None:
         if reuse is None:

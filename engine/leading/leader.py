@@ -18,7 +18,7 @@ from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix, Reuse
 from kvseek.engine.cache.prefixes.cache import PrefixRows
 from kvseek.engine.cache.row_storage import RowStorage
-from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
+from kvseek.engine.draws.sampling import Drawn, Launched, Sampler, Verification
 from kvseek.engine.loading.load import load_rank
 from kvseek.engine.loading.supported import check_supported
 from kvseek.engine.model.decoder import Decoder
@@ -172,6 +172,30 @@ class LeadDecoder(Decoder):
             drawn = launched.collect()
         return Launched(launched.attended, lambda: drawn)
 
+    @property
+    def most_rows(self) -> int:
+        return self._decoder.most_rows
+
+    def prepare_to_verify(self) -> None:
+        with self._followers.doing(Call("decoder.prepare_to_verify")):
+            self._decoder.prepare_to_verify()
+
+    def verify(self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY) -> Verification:
+        """See Decoder. The step has ended when this returns; nobody can want the rows that it selects."""
+        with self._followers.doing(self._decode(tokens, slots, verifies=True)):
+            verification = self._decoder.verify(tokens, slots)
+            verification.draw([0], [None])
+
+        def draw(rows: Sequence[int], samplers: Sequence[Sampler | None]) -> list[Drawn | int]:
+            with self._followers.waiting():
+                return verification.draw(rows, samplers)
+
+        return Verification(verification.attended, draw)
+
+    def accept(self, slots: Sequence[int], surplus: Sequence[int]) -> None:
+        with self._followers.doing(Call("decoder.accept", (tuple(slots), tuple(surplus)))):
+            super().accept(slots, surplus)
+
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         """See Decoder. The draw may come behind units of a prompt, whose sums wait for the other ranks."""
         with self._followers.waiting():
@@ -192,8 +216,8 @@ class LeadDecoder(Decoder):
             self._ranks.leave()
             self._followers.stop_watching()
 
-    def _decode(self, tokens: Sequence[int], slots: Sequence[int]) -> Decode:
-        return Decode(tuple(tokens), tuple(slots), digest(self.cache))
+    def _decode(self, tokens: Sequence[int], slots: Sequence[int], *, verifies: bool = False) -> Decode:
+        return Decode(tuple(tokens), tuple(slots), digest(self.cache), verifies)
 
 
 def load_decoder(directory: Path, config: EngineConfig, nodes: Nodes = ONE_NODE) -> Decoder:

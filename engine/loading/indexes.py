@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cpu.attention.attend import HostAttention
 from kvseek.kernels.cuda.attention.attend import AttentionScratch, DeviceAttention, LayerAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames, fitting_steps
-from kvseek.plugins.contract import Attention, Index
+from kvseek.plugins.contract import Index
 from kvseek.plugins.registry import get_method, method_traits
 
 logger = logging.getLogger(__name__)
@@ -86,25 +85,25 @@ class IndexMaker:
                     reuses_prefixes=reuses_prefixes(config),
                 )
             )
-            for layer in range(model.num_layers)
+            for layer in range(len(model.row_layers))
         ]
 
     def _keeps_rows(self, rows: list[LayerRows] | None) -> list[bool]:
         """Tell for each layer whether the device keeps copies of rows: if the layer selects rows, and they lie in host memory."""
-        method, layers = method_traits(self.config), range(self.config.model.num_layers)
+        method, layers = method_traits(self.config), range(len(self.config.model.row_layers))
         if self.kernels is None or not method.kept_steps or self.config.cache.offload == "never":
             return [False for _ in layers]
         return [layer >= method.device_layers and (rows is None or rows[layer].on_host) for layer in layers]
 
     def over(self, cache: Cache) -> list[Index]:
         """Make the indexes of a cache."""
-        layers = range(self.config.model.num_layers)
+        layers = range(len(self.config.model.row_layers))
         return self.make(cache.extents, cache.lengths, [cache.rows.of_layer(layer) for layer in layers])
 
 
 def host_retrieval(config: EngineConfig, cache: Cache, indexes: list[Index], library: CpuLibrary | None) -> Retrieval:
     """Make the retrieval of an engine on the CPU."""
-    of_layers = [cache.rows.of_layer(layer) for layer in range(config.model.num_layers)]
+    of_layers = [cache.rows.of_layer(layer) for layer in range(len(config.model.row_layers))]
     attentions = [
         HostAttention(
             cache.window[layer], rows.pool, config.cache.sink, config.model.head_dim**-0.5, library, rows.scales
@@ -137,15 +136,6 @@ def device_retrieval(
     ]
     _tell_of_steps_not_kept(method_traits(config).kept_steps, indexes, made)
     return Retrieval(config, cache, indexes, attentions, [one.hot for one in made if one.hot is not None])
-
-
-def without_hot_rows(retrieval: Retrieval) -> Retrieval:
-    """Make another retrieval over the cache and indexes of one on a GPU, whose attention neither reads nor writes hot rows."""
-    attentions = list[Attention]()
-    for one in retrieval.attentions:
-        assert isinstance(one, LayerAttention), "device_retrieval makes these"
-        attentions.append(dataclasses.replace(one, kernel=one.kernel.without_hot_rows()))
-    return Retrieval(retrieval.config, retrieval.cache, retrieval.indexes, attentions)
 
 
 def _tell_of_steps_not_kept(steps: int, indexes: list[Index], attentions: list[DeviceAttention]) -> None:

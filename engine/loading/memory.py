@@ -87,7 +87,7 @@ def divide_measured(
         device_bytes=device_bytes,
         weight_bytes=weight_bytes,
         work_bytes=work_bytes(config, dtype) + needs.fixed + plan_work_bytes,
-        index_bytes_per_token=needs.extent / config.model.num_layers / EXTENT_TOKENS,
+        index_bytes_per_token=needs.extent / len(config.model.row_layers) / EXTENT_TOKENS,
     )
 
 
@@ -215,7 +215,7 @@ class DryRun:
         Layers differ only in whether they attend densely, as the first ones of some methods do (Traits.device_layers). So those
         are made with one other layer, then with two others; the difference is what each further layer takes.
         """
-        layers = config.model.num_layers
+        layers = len(config.model.row_layers)
         first = method_traits(config).device_layers + 1
         if layers <= first + 1:
             return self._made_bytes(config, capacity, slots, layers)
@@ -223,7 +223,7 @@ class DryRun:
         return one + (layers - first) * (two - one)
 
     def _made_bytes(self, config: EngineConfig, capacity: int, slots: int, layers: int) -> int:
-        part = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
+        part = dataclasses.replace(config, model=config.model.with_row_layers(layers))
         count = MetaBytes()
         with count:
             made: Any  # kept until its tensors have been counted

@@ -15,7 +15,13 @@ from kvseek.core.errors import require
 from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.model.cuda.products import KernelProducts
-from kvseek.engine.model.cuda.steps import GraphDecoder, KernelModel, layer_kernels, prompt_attention
+from kvseek.engine.model.cuda.steps import (
+    GraphDecoder,
+    KernelModel,
+    cold_decoder,
+    layer_kernels,
+    prompt_attention,
+)
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.model.layer import Products
 from kvseek.engine.model.prefill import logits_at_once
@@ -25,11 +31,9 @@ from kvseek.engine.parallel.cuda.ranks import DeviceRanks, RankLayerKernels
 from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
-from kvseek.kernels.cuda.layer.experts import ExpertKernels
+from kvseek.kernels.cuda.layer.experts import expert_kernels
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.kernels.cuda.layer.products import product_kernels
-
-from .indexes import without_hot_rows
 
 MakeDecoder = Callable[[Retrieval, CudaKernels], Decoder]
 """Makes the decoder that runs weights or plans on a device. Raises ConfigError if max_batch_size exceeds the largest bucket of
@@ -54,8 +58,7 @@ def torch_decoder(
     )
     reader: GraphDecoder | None = None
     if config.cache.cached_prefill == "sparse":
-        cold = without_hot_rows(retrieval)
-        model.reader = reader = GraphDecoder(model.with_retrieval(cold), cold)
+        model.reader = reader = cold_decoder(model, retrieval)
         reader.prepare()
     return GraphDecoder(model, retrieval, CompiledDraws(DeviceDraw(kernels)), reader=reader)
 
@@ -73,8 +76,7 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
         limit, remedy = "'none' on a GPU of compute capability below 9.0", "leave it out"
         require(not fp8 or capability >= (9, 0), "prefill_precision", config.prefill_precision, limit, remedy)
         mixtures = config.model.experts
-        form = config.weight_only_precision, config.weight_group
-        experts = None if mixtures is None else ExpertKernels(kernels, few.dtype, mixtures, *form)
+        experts = None if mixtures is None else expert_kernels(config, kernels, mixtures)
         rows = logits_at_once(config.model)
         products = KernelProducts(few, chunk, rows, fp8_prompts=fp8, experts=experts)
     return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvseek.core.batch import buckets_for
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, STATE_BLOCK, EngineConfig, ModelConfig
 from kvseek.core.weight_only import NONE
 from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
 from kvseek.engine.cache.prefix import reuses_prefixes
@@ -37,7 +37,7 @@ SCORE_BYTES = 4  # of a token, in a draw
 def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     """Return the most bytes that the prefill of a prompt of `tokens` tokens allocates, without the work space of plans."""
     chunk, plans = min(config.prefill_chunk_tokens, tokens), config.runtime == "tensorrt"
-    elements = (_plans_prefill if plans else _torch_prefill)(config, tokens, chunk)
+    elements = _plans_prefill(config, tokens, chunk) if plans else _torch_prefill(config, dtype, tokens, chunk)
     queries = config.model.num_heads * config.model.head_dim
     elements += 2 * min(LAST_QUERIES, tokens) * queries
     if reuses_prefixes(config):
@@ -50,21 +50,37 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     return elements * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse
 
 
-def _torch_prefill(config: EngineConfig, tokens: int, chunk: int) -> int:
+def _torch_prefill(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: int) -> int:
     """Count the elements that a prefill by PyTorch holds: residual stream, a layer's rows, and the activations of a chunk."""
     model = config.model
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = 3 * queries + 2 * keys + 2 * model.hidden_size  # qkv, rotated queries, output; norm and projection
+    attention += 3 * queries * model.gated_attention  # gates, their sigmoids, what is multiplied
+    states = chunk * _state_bytes(model, dtype) // dtype.itemsize
     mlp = _mlp_elements(model) + 2 * model.hidden_size
     elements = tokens * (model.hidden_size + _row_elements(keys)) + max(
-        chunk * attention + _attention_elements(config, tokens, chunk), chunk * mlp
+        chunk * attention + _attention_elements(config, tokens, chunk), chunk * mlp, states
     )
     if config.weight_only_precision != NONE:  # the largest matrix, dequantised
         widest, experts = 2 * max(model.mlp_sizes.values()), model.experts
         if experts is not None and config.device == "cuda":  # those of a layer together
             widest = max(widest, 2 * experts.intermediate_size * experts.num_experts)
-        elements += model.hidden_size * max(widest, queries + 2 * keys)
+        of_states = 0 if model.delta_net is None else model.delta_net.channels + model.delta_net.values
+        elements += model.hidden_size * max(widest, (1 + model.gated_attention) * queries + 2 * keys, of_states)
     return elements
+
+
+def _state_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Count the bytes of a prompt's token within a Gated DeltaNet layer, most of which are float32; 0 without such layers."""
+    states = model.delta_net
+    if states is None:
+        return 0
+    heads, keys, values = states.num_value_heads, states.key_head_dim, states.value_head_dim
+    convolved = 5 * states.channels  # inputs, two sums, what silu gives, and it without the rows between prompts
+    each = 2 * heads * (2 * keys + values)  # queries, keys and values of heads, and their squares or their blocks
+    solved = 2 * heads * (3 * keys + values + 3 * STATE_BLOCK)  # of all blocks, and of groups on their way there
+    narrow = 2 * model.hidden_size + states.channels + 2 * states.values
+    return narrow * dtype.itemsize + (convolved + each + solved + 3 * states.values) * torch.float32.itemsize
 
 
 def _mlp_elements(model: ModelConfig) -> int:
@@ -117,13 +133,15 @@ def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the bytes that decode steps hold: logits of all buckets, one layer's activations in the largest, eviction, draws."""
     model = config.model
     sizes = buckets_for(config.max_batch_size) if config.device == "cuda" else (config.max_batch_size,)
-    layer = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    layer = ((2 + 2 * model.gated_attention) * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    if model.delta_net is not None:
+        layer = max(layer, model.delta_net.channels + 2 * model.delta_net.values)
     if config.runtime == "tensorrt":  # residual stream in and out, cosines and sines, logits as the plan gives them
         layer += 2 * model.hidden_size + model.head_dim + LOGITS_BYTES // dtype.itemsize * model.vocab_size
     else:
         layer += 4 * model.hidden_size + _mlp_elements(model)
     # Keys and values of the evicted rows, and a copy of the keys.
-    eviction = 3 * model.num_layers * model.num_kv_heads * config.cache.update * model.head_dim
+    eviction = 3 * len(model.row_layers) * model.num_kv_heads * config.cache.update * model.head_dim
     logits = sum(sizes) * model.vocab_size
     if config.cache.cached_prefill == "sparse":  # the steps that read prompts have logits of their own
         logits *= 2

@@ -306,7 +306,7 @@ def mass_of(config: EngineConfig, dense: CausalAttention) -> BlockMass:
 
 def attended_pairs(config: EngineConfig, tokens: int) -> int:
     """Count the pairs of a query and a key that a head attends to in all layers, in a prompt that is read from its start on."""
-    layers, pairs = config.model.num_layers, tokens * (tokens + 1) // 2
+    layers, pairs = len(config.model.row_layers), tokens * (tokens + 1) // 2
     if config.prefill_attention == "dense":
         return layers * pairs
     sparse_layers, fewer = max(0, layers - config.block_sparse.dense_layers), 0

@@ -32,7 +32,16 @@ from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.rope import RotaryEmbedding, Rotation
 from kvseek.core.weight_only import INPUTS_MULTIPLE
-from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, draw_once, greedy_token, sampled
+from kvseek.engine.draws.sampling import (
+    Drawn,
+    Draws,
+    Launched,
+    Sampler,
+    Verification,
+    draw_once,
+    greedy_token,
+    sampled,
+)
 from kvseek.engine.retrieval import Retrieval
 from kvseek.engine.row_recorder import NOBODY, RowsBySlot, Wanted
 from kvseek.kernels.cpu.layer.layer import MOST_INPUTS, ByteProduct, GroupProduct
@@ -52,6 +61,7 @@ logger = logging.getLogger(__name__)
 PACKED_FOR_ROWS = 32
 # Most rows of a decode step that are multiplied faster without converting the weight first.
 FEW_ROWS_OF_BFLOAT16 = 8
+MOST_ROWS = 64  # of a step that verifies drafts: products of more gain nothing
 # For each product and number of rows PyTorch and oneDNN keep what they have made, some hundred kilobytes, by default for the last
 # 1,024. Prompts have any number of rows, so a server would grow by hundreds of megabytes, for what is seldom asked again. Both
 # read these variables at the first product of the process. 64 are decode steps of a dozen batch sizes, of five products each.
@@ -355,7 +365,7 @@ class TorchModel(WeightsModel):
     ) -> None:
         super().__init__(weights, retrieval, ops, attention, products)
         self.rope = RotaryEmbedding(self.model, retrieval.cache.window.device)
-        self.reader, self.windows = self, retrieval.cache.window.unbind()
+        self.reader = self
 
     def rotate(self, start: int, stop: int, length: int) -> Rotation:
         return self.rope(start, stop, length)
@@ -373,10 +383,7 @@ class TorchModel(WeightsModel):
         mark = self.retrieval.observer.op_launched
         x, rotation = self.embed(batch.column("token")), self.rope.at(batch.column("position").tolist())
         mark("begin")
-        delta: Tensor | None = None
-        for number, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
-            delta = layer.decode(self.ops, batch, x, delta, rotation, window, partial(attend, number), mark)
-        assert delta is not None, "a model has layers"
+        delta = self.decode_layers(batch, x, rotation, attend, mark)
         logits = self.head((x + delta)[asked])
         mark("head")
         return logits
@@ -400,6 +407,7 @@ class HostDecoder(Decoder):
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], slots: Sequence[int]) -> tuple[Tensor, list[float]]:
         logits, attended, _ = self._step(tokens, slots, NOBODY)
+        self.retrieval.end_step(slots)
         return logits, attended
 
     @torch.inference_mode()
@@ -415,9 +423,8 @@ class HostDecoder(Decoder):
         assert steps == 1, "it does not run ahead"
         known = [self._latest[slot] if token == LATEST else token for token, slot in zip(tokens, slots, strict=True)]
         logits, attended, selected = self._step(known, slots, wanted)
-        rows, drawing = sampled(samplers)
-        others = iter(draw_once(self._draws, logits, rows, drawing) if rows else ())
-        drawn = [greedy_token(row) if s is None else next(others) for row, s in zip(logits, samplers, strict=True)]
+        self.retrieval.end_step(slots)
+        drawn = self._draw_rows(logits, range(len(slots)), samplers)
         tokens_drawn = (one if isinstance(one, int) else one.token for one in drawn)
         self._latest.update(zip(slots, (max(0, token) for token in tokens_drawn), strict=True))
         return Launched(attended, lambda: [drawn], selected)
@@ -425,15 +432,34 @@ class HostDecoder(Decoder):
     def _step(
         self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted
     ) -> tuple[Tensor, list[float], RowsBySlot]:
-        """Run a step; see `decode` for logits and attended tokens, and Launched for the selected rows."""
+        """Run a step but for its end; see `decode` for logits and attended tokens, and Launched for the selected rows."""
         retrieval = self.retrieval
         states, attended = retrieval.begin_step(tokens, slots)
         requests = HostBatch(retrieval, states)
         recorder = retrieval.recorder_of(states, attended, wanted, together=False)
         with retrieval.recording(recorder):
             logits = self.model.run_layers(requests.batch, requests.attend)
-        retrieval.end_step(slots)
         return logits, attended, dict if recorder is None else recorder.begin()
+
+    @torch.inference_mode()
+    def _draw_rows(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler | None]) -> list[Drawn | int]:
+        """Draw a token from each of these rows of the logits; without a sampler the one of the largest logit."""
+        numbers, drawing = sampled(samplers)
+        own = [rows[number] for number in numbers]
+        others = iter(draw_once(self._draws, logits, own, drawing) if own else ())
+        return [greedy_token(logits[row]) if s is None else next(others) for row, s in zip(rows, samplers, strict=True)]
+
+    @property
+    def most_rows(self) -> int:
+        """See Decoder. Where more rows of bfloat16 would be multiplied otherwise, a row's last bits would tell of the draft."""
+        widens = self.cache.window.dtype is torch.bfloat16 and not multiplies_bfloat16()
+        return FEW_ROWS_OF_BFLOAT16 if widens else MOST_ROWS
+
+    @torch.inference_mode()
+    def verify(self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY) -> Verification:
+        """See Decoder. The step has ended when this returns."""
+        logits, attended, selected = self._step(tokens, slots, wanted)
+        return Verification(attended, partial(self._draw_rows, logits), selected)
 
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         return draw_once(self._draws, logits, range(len(samplers)), samplers)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvseek.engine.cache.prefixes.cache import PrefixRows
-from kvseek.engine.draws.sampling import Drawn, Launched, Sampler
+from kvseek.engine.draws.sampling import Drawn, Launched, Sampler, Verification
 from kvseek.engine.retrieval import Observer, Retrieval
 from kvseek.engine.row_recorder import NOBODY, Wanted
 from kvseek.plugins.registry import method_traits, reports_rows
@@ -108,6 +108,27 @@ class Decoder(ABC):
             Launch so many steps, of which each takes in what the one before has drawn: more than one only where `runs_ahead`,
             for slots whose steps are alike (Cache.alike_steps), samplers that do not vary, and nobody who wants rows.
         """
+
+    @property
+    @abstractmethod
+    def most_rows(self) -> int:
+        """Most rows of a step that verifies drafts."""
+
+    def prepare_to_verify(self) -> None:  # noqa: B027  on the CPU there is nothing to prepare
+        """Prepare steps that verify drafts; call it before the first of them."""
+
+    @abstractmethod
+    def verify(self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY) -> Verification:
+        """Launch a decode step of which a slot may have several tokens that follow each other, if its ring has room for them.
+
+        No step may be in flight. When tokens have been drawn, `accept` ends the step. Arguments as `launch`, one token and slot
+        a row, none of them LATEST; a slot whose selected rows are wanted has one.
+        """
+
+    @torch.inference_mode()
+    def accept(self, slots: Sequence[int], surplus: Sequence[int]) -> None:
+        """End a step that `verify` has launched: take back the last tokens, so many of each slot."""
+        self.retrieval.accept(slots, surplus)
 
     @abstractmethod
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:

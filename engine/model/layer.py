@@ -1,6 +1,7 @@
-"""The layers and the head of Llama, Qwen2 and Qwen3: products around attention, and how prompts pass them.
+"""The layers and the head of Llama, Qwen2, Qwen3 and hybrids: products around attention, and how prompts pass them.
 
-What stands between the products is in reference.py. Models differ in biases and QK-norm. `Products` makes the matrix products, of
+What stands between the products is in reference.py. Models differ in biases, QK-norm, gates, and in what their layers have: rows
+that they attend to, or a state. `Products` makes the matrix products, of
 weights in the engine's dtype or of 8 bits with a scale for each row, and decides what multiplies: here PyTorch's operator. That
 of cpu.py and that of cuda/products.py are faster.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from kvseek.core.streams import to_device
 from kvseek.core.weight_only import HEAD, dequantise
 from kvseek.engine.retrieval import Retrieval
+from kvseek.kernels.reference.delta_net import DeltaParameters, DeltaPrompt, DeltaStates, read_prompts
 
 from .experts import Experts, LoopedExperts, Mixture, Parts
 from .prefill import (
@@ -31,12 +34,12 @@ from .prefill import (
     Prompts,
     Stream,
 )
-from .reference import CausalAttention, LayerOperations
+from .reference import CausalAttention, LayerOperations, rms_norm
 from .weights import ROUTER
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
-    from kvseek.core.config import ExpertsConfig, ModelConfig
+    from kvseek.core.config import DeltaNetConfig, ExpertsConfig, ModelConfig
     from kvseek.core.rope import Rotation
 
 
@@ -165,8 +168,13 @@ class Layer:
         Number of the layer, from 0.
     products : Products, optional
         Makes the layer's products; None: with PyTorch's operator, in the dtype of the norms.
-    experts : ExpertsConfig, optional
-        The model's; which layers have them, the weights say.
+    model : ModelConfig, optional
+        Of a model with experts, gates or states.
+
+    Attributes
+    ----------
+    delta_net : DeltaParameters or None
+        What a Gated DeltaNet layer has beside its products; None: the layer attends.
     """
 
     def __init__(
@@ -174,7 +182,7 @@ class Layer:
         weights: Mapping[str, Tensor],
         number: int,
         products: Products | None = None,
-        experts: ExpertsConfig | None = None,
+        model: ModelConfig | None = None,
     ) -> None:
         prefix = f"layers.{number}."
         self.attention_norm, self.mlp_norm = (weights[f"{prefix}{name}_norm.weight"] for name in ("attention", "mlp"))
@@ -186,8 +194,16 @@ class Layer:
             assert weight is not None, f"{prefix}{name}.weight is in every engine directory"
             return weight, bias, scale
 
-        self.qkv, self.o = products.linear(*parts("qkv")), products.row_parallel(*parts("o"))
+        self.o = products.row_parallel(*parts("o"))
+        self.gated = model is not None and model.gated_attention
+        self.delta_net: DeltaParameters | None = None
+        if model is not None and model.delta_net is not None and model.has_state(number):
+            self.delta_net = _delta_parameters(weights, prefix, model.delta_net, model.rms_norm_eps)
+            self.qkvz, self.ba = products.linear(*parts("qkvz")), products.linear(*parts("ba"))
+        else:
+            self.qkv = products.linear(*parts("qkv"))
         self.mixture: Mixture | None = None
+        experts = None if model is None else model.experts
         if experts is not None and f"{prefix}{ROUTER}.weight" in weights:
             self.mixture = Mixture(weights, prefix, experts, products)
         else:
@@ -198,13 +214,28 @@ class Layer:
     ) -> Tensor:
         """Add `delta`, unless it is None, to x [tokens, hidden] in place; normalise and project: [tokens, (H + 2G) * D].
 
-        `mark` is called with the name of each operation when that has been launched. `prompt` is that of Product.
+        With gated attention the H * D gates are behind these. `mark` is called with the name of each operation when that has been
+        launched. `prompt` is that of Product.
         """
         normed = ops.add_rms_norm(x, delta, self.attention_norm)
         mark("norm")
         qkv = self.qkv(normed, prompt=prompt)
         mark("qkv")
         return qkv
+
+    def project_state(
+        self, ops: LayerOperations, x: Tensor, delta: Tensor | None, mark: Mark = _ignore, *, prompt: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """As `project`, in a layer with a state: qkvz and ba of kernels/reference/delta_net.py."""
+        normed = ops.add_rms_norm(x, delta, self.attention_norm)
+        mark("norm")
+        projected = self.qkvz(normed, prompt=prompt), self.ba(normed, prompt=prompt)
+        mark("qkv")
+        return projected
+
+    def gate(self, attended: Tensor, qkv: Tensor) -> Tensor:
+        """Multiply `attended` [tokens, H * D] with the sigmoids of the gates of `project`, if there are any."""
+        return attended * torch.sigmoid(qkv[:, -attended.shape[1] :]) if self.gated else attended
 
     def finish(
         self, ops: LayerOperations, x: Tensor, attended: Tensor, mark: Mark = _ignore, *, prompt: bool = False
@@ -259,7 +290,29 @@ class Layer:
         qkv = self.project(ops, x, delta, mark)
         queries = ops.rope_append(qkv, batch, rotation, window, self.q_norm, self.k_norm)
         mark("rope")
-        return self.finish(ops, x, attend(queries).flatten(1), mark)
+        return self.finish(ops, x, self.gate(attend(queries).flatten(1), qkv), mark)
+
+    def decode_state(
+        self,
+        ops: LayerOperations,
+        batch: Batch,
+        x: Tensor,
+        delta: Tensor | None,
+        states: DeltaStates,
+        mark: Mark = _ignore,
+    ) -> Tensor:
+        """As `decode`, in a layer whose `states` a step advances."""
+        assert self.delta_net is not None, "the layer has a state"
+        mixed = ops.delta_step(*self.project_state(ops, x, delta, mark), batch, self.delta_net, states)
+        mark("attend")
+        return self.finish(ops, x, mixed, mark)
+
+
+def _delta_parameters(
+    weights: Mapping[str, Tensor], prefix: str, config: DeltaNetConfig, epsilon: float
+) -> DeltaParameters:
+    conv, norm = weights[f"{prefix}conv.weight"], weights[f"{prefix}delta_norm.weight"]
+    return DeltaParameters(config, conv, weights[f"{prefix}a_log.weight"], weights[f"{prefix}dt.bias"], norm, epsilon)
 
 
 class Head:
@@ -299,7 +352,7 @@ class Head:
 
     def __call__(self, x: Tensor, *, prompt: bool = False) -> Tensor:
         """Compute the logits, float32 [tokens, vocabulary], of x [tokens, hidden]; `prompt` is that of Product."""
-        normed = F.rms_norm(x, (self.model.hidden_size,), self.norm, self.model.rms_norm_eps)
+        normed = rms_norm(x, self.norm, self.model)
         return self.project(normed, prompt=prompt).float()
 
 
@@ -334,8 +387,7 @@ class WeightsModel(LayerwiseModel[Stream]):
         super().__init__(retrieval, attention)
         self.ops = ops
         self.embed = products.embedding(weights["embed.weight"])
-        experts = self.model.experts
-        self.layers = [Layer(weights, number, products, experts) for number in range(self.model.num_layers)]
+        self.layers = [Layer(weights, number, products, self.model) for number in range(self.model.num_layers)]
         self.head = Head.of(self.model, weights, products)
         self.reader: BlockReader | None = None
 
@@ -362,8 +414,40 @@ class WeightsModel(LayerwiseModel[Stream]):
         mark("rope")
         out = attend(q)
         mark("attend")
-        self.add(x, weights.finish(self.ops, x, out.flatten(1), mark, prompt=True))
+        self.add(x, weights.finish(self.ops, x, weights.gate(out.flatten(1), qkv), mark, prompt=True))
         return q
+
+    def read_states(
+        self, layer: int, prompt: Stream, start: int, counts: Sequence[int], states: Sequence[DeltaPrompt]
+    ) -> list[DeltaPrompt]:
+        weights, mark = self.layers[layer], self.retrieval.observer.prompt_op_launched
+        assert weights.delta_net is not None, "the layer has a state"
+        x = prompt.residual[start : start + sum(counts)]
+        states = states or [DeltaPrompt.begin(weights.delta_net.config, x.dtype, x.device)] * len(counts)
+        projected = weights.project_state(self.ops, x, None, mark, prompt=True)
+        out, read = read_prompts(*projected, states, counts, weights.delta_net)
+        mark("attend")
+        self.add(x, weights.finish(self.ops, x, out, mark, prompt=True))
+        return read
+
+    def decode_layers(
+        self, batch: Batch, x: Tensor, rotation: Rotation, attend: Callable[[int, Tensor], Tensor], mark: Mark
+    ) -> Tensor:
+        """Run the layers over a decode step's tokens, whose embeddings x [batch, hidden] become the residual stream.
+
+        `attend` is attention in the layer that has rows of this number, as of Layer.decode. Returns what is still to be added.
+        """
+        cache = self.retrieval.cache
+        delta: Tensor | None = None
+        windows, states = enumerate(cache.window.unbind()), iter(cache.states.layers if cache.states else ())
+        for layer in self.layers:
+            if layer.delta_net is not None:
+                delta = layer.decode_state(self.ops, batch, x, delta, next(states), mark)
+                continue
+            number, window = next(windows)
+            delta = layer.decode(self.ops, batch, x, delta, rotation, window, partial(attend, number), mark)
+        assert delta is not None, "a model has layers"
+        return delta
 
     def add(self, x: Tensor, delta: Tensor) -> None:
         """Add what a layer's last product has computed to the residual stream x [rows, hidden] in place."""

@@ -18,14 +18,16 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.config import STATE_BLOCK, ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.rope import Rotation
 from kvseek.core.streams import SideWork, wait_for_stream
+from kvseek.engine.cache.states import Snapshot
 from kvseek.engine.model.activation_memory import prefill_bytes
 from kvseek.engine.model.block_sparse import BlockSparseAttention, mass_of
 from kvseek.engine.model.prompt_windows import row_tokens
 from kvseek.engine.retrieval import Retrieval
+from kvseek.kernels.reference.delta_net import DeltaPrompt
 from kvseek.plugins.contract import LAST_QUERIES
 
 from .block_sparse import RepeatedTokens
@@ -281,6 +283,15 @@ class LayerwiseModel(ABC, Generic[Prompt]):
         Returns the chunk's queries, [H, stop - start, D]. `keys` and `values` are those of all rows; `attend` attends to them.
         """
 
+    def read_states(
+        self, layer: int, prompt: Prompt, start: int, counts: Sequence[int], states: Sequence[DeltaPrompt]
+    ) -> list[DeltaPrompt]:
+        """Run a layer with a state over rows from `start` on, so many of each prompt; returns the prompts' states after them.
+
+        `states` are those before; none at the prompts' first tokens. Only of a model that has such layers.
+        """
+        raise AssertionError(f"layer {layer} has no state")
+
     @abstractmethod
     def logits_of(self, prompt: Prompt, spans: Sequence[tuple[int, int]]) -> Tensor:
         """Compute the logits of rows start .. stop - 1 of each (start, stop), float32 [rows, vocabulary], after the last layer.
@@ -311,6 +322,9 @@ class LayerwisePrefill(Prefill):
         self._rows: Rows | None = None  # keys and values of the layer
         self._next: tuple[Rows, SideWork] | None = None  # those of the next one, whose first tokens are on their way
         self._queries: list[Tensor] = []  # queries of the layer that its index will be given
+        self._states: list[DeltaPrompt] = []  # of each prompt, in a layer that has no rows
+        self._snapshots: dict[int, Snapshot] = {}  # to be written, by the tokens before
+        self._rows_before, self._states_before = 0, 0  # layers before this one that have rows, and states
         asked = [one for one in zip(self.slots, pairwise(self.borders), strict=True) if one[0] in on_logits]
         self._to_score = sum(stop - first for _, (first, stop) in asked)  # rows whose logits are asked for
         self._scored = 0  # of these rows
@@ -329,6 +343,11 @@ class LayerwisePrefill(Prefill):
             return 0
         if self._prompt is None:
             self._prompt = self._model.begin_prompt(self)
+            states = self.retrieval.cache.states
+            if states is not None and len(self.slots) == 1:
+                self._snapshots = states.begin_snapshots(self.slots[0], self._first, self.tokens)
+        if self._model.model.has_state(self._layer):
+            return self._advance_states(max_tokens)
         if self._rows is None:
             self._rows = self._begin_layer()
         start = self._row
@@ -350,6 +369,35 @@ class LayerwisePrefill(Prefill):
             self._end_layer()
         return stop - start
 
+    def _advance_states(self, max_tokens: int) -> int:
+        """Run the unit of a layer with a state, which one prompt's units divide at multiples of STATE_BLOCK tokens."""
+        start, stop, cache = self._row, self.tokens, self.retrieval.cache
+        if len(self.slots) == 1:
+            end = start + min(max_tokens, self._model.config.prefill_chunk_tokens)
+            stop = min(max(end // STATE_BLOCK, start // STATE_BLOCK + 1) * STATE_BLOCK, stop)
+            stop = min([stop, *(place for place in self._snapshots if place > start)])
+        if start == self._first > 0:
+            state = cache.prefixes[self.slots[0]].state
+            assert state is not None, "a hybrid's prefix ends where there are states"
+            self._states = [state.read(self._states_before, cache.window.device)]
+        counts = [piece.stop - piece.start for piece in pieces_of(self.borders, start, stop)]
+        self._states = self._model.read_states(self._layer, self._prompt, start, counts, self._states)
+        if stop in self._snapshots:
+            self._snapshots[stop].write(self._states[0])
+        self._row = stop
+        if stop == self.tokens:
+            self._end_states()
+        return stop - start
+
+    def _end_states(self) -> None:
+        states = self.retrieval.cache.states
+        assert states is not None, "the model has layers with states"
+        for slot, own in zip(self.slots, self._states, strict=True):
+            if slot not in self.dropped:
+                own.write(states.layers[self._states_before], slot)
+        self._layer, self._row, self._states_before = self._layer + 1, self._first, self._states_before + 1
+        self._states = []
+
     def _attend(self, start: int, queries: Tensor) -> Tensor:
         """Attend in the chunk that begins with row `start` of this layer; see AttendChunk."""
         assert self._rows is not None, "the chunk's keys and values have been written"
@@ -360,7 +408,11 @@ class LayerwisePrefill(Prefill):
             own = queries[:, piece.start - start : piece.stop - start]
             rows = keys[:, piece.first : piece.stop], values[:, piece.first : piece.stop]
             # A pack is one chunk, of prompts without anything before it.
-            if model.sparse is None or self._layer < model.config.block_sparse.dense_layers or len(self.slots) > 1:
+            if (
+                model.sparse is None
+                or self._rows_before < model.config.block_sparse.dense_layers
+                or len(self.slots) > 1
+            ):
                 parts.append(model.attention(own, *rows, model.scaling))
             else:
                 parts.append(model.sparse(own, *rows, model.scaling, piece.end - piece.stop, self._repeated))
@@ -375,9 +427,9 @@ class LayerwisePrefill(Prefill):
         """Allocate keys and values of the layer, with those of the tokens that are not read; meanwhile the next layer's come."""
         if not self._first:
             return self._new_rows()
-        rows, work = self._next or self._load(self._layer)
-        ahead = self.retrieval.cache.load_ahead and self._layer + 1 < self._layers
-        self._next = self._load(self._layer + 1) if ahead else None
+        rows, work = self._next or self._load(self._rows_before)
+        ahead = self.retrieval.cache.load_ahead and self._rows_before + 1 < len(self._model.model.row_layers)
+        self._next = self._load(self._rows_before + 1) if ahead else None
         work.wait()
         return rows
 
@@ -394,11 +446,11 @@ class LayerwisePrefill(Prefill):
         each = zip(self.slots, pairwise(self.borders), strict=True)
         spans = {slot: span for slot, span in each if slot not in self.dropped}
         if len(self.slots) > 1:
-            self.retrieval.store_pack(self._layer, spans, keys, values, self._queries[0])
+            self.retrieval.store_pack(self._rows_before, spans, keys, values, self._queries[0])
         elif spans:
             last = torch.cat(self._queries, dim=1)[:, -LAST_QUERIES:].contiguous()
-            self.retrieval.store_layer(self._layer, self.slots[0], keys, values, last)
-        self._layer, self._row = self._layer + 1, self._first
+            self.retrieval.store_layer(self._rows_before, self.slots[0], keys, values, last)
+        self._layer, self._row, self._rows_before = self._layer + 1, self._first, self._rows_before + 1
         self._rows, self._queries = None, []  # freed before the next layer allocates its own
 
     def _score(self) -> None:

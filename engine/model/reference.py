@@ -15,10 +15,12 @@ from torch import Tensor
 from kvseek.core.rope import Rotation, rotate
 from kvseek.kernels.layer import CompiledOperations
 from kvseek.kernels.reference.attention.attend import merge
+from kvseek.kernels.reference.delta_net import delta_step
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.core.config import ModelConfig
+    from kvseek.kernels.reference.delta_net import DeltaParameters, DeltaStates
 
 
 class TorchOperations:
@@ -34,7 +36,7 @@ class TorchOperations:
         """Add `delta`, unless it is None, to x [rows, hidden] in place; returns the RMS norm of x, times `weight` [hidden]."""
         if delta is not None:
             x += delta
-        return F.rms_norm(x, weight.shape, weight, self.model.rms_norm_eps)
+        return rms_norm(x, weight, self.model)
 
     def rope_append(
         self,
@@ -46,6 +48,8 @@ class TorchOperations:
         k_norm: Tensor | None,
     ) -> Tensor:
         """Split qkv [batch, (H + 2G) * D]: rotated queries [batch, H, D] are returned, keys and values go to the window.
+
+        Rows may be longer: gates lie behind (Layer.gate).
 
         Parameters
         ----------
@@ -71,7 +75,7 @@ class TorchOperations:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
     ) -> Tensor:
-        """Split a chunk's qkv [rows, (H + 2G) * D]: rotated queries [rows, H, D] are returned.
+        """Split a chunk's qkv [rows, (H + 2G) * D], as `rope_append`: rotated queries [rows, H, D] are returned.
 
         Rotated keys, and values, are written to `keys` and `values` [G, tokens, D] of the whole prompt, from token `start` on.
         """
@@ -85,6 +89,12 @@ class TorchOperations:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def delta_step(
+        self, qkvz: Tensor, ba: Tensor, batch: Batch, parameters: DeltaParameters, states: DeltaStates
+    ) -> Tensor:
+        """See kernels/reference/delta_net.py."""
+        return delta_step(qkvz, ba, batch, parameters, states)
+
     def _split(
         self, qkv: Tensor, rotation: Rotation, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,11 +103,17 @@ class TorchOperations:
         qkv = qkv.view(qkv.shape[0], -1, self.model.head_dim)
         qk = qkv[:, : heads + kv_heads]
         if q_norm is not None and k_norm is not None:
-            epsilon = self.model.rms_norm_eps
             parts = (qk[:, :heads], q_norm), (qk[:, heads:], k_norm)
-            qk = torch.cat([F.rms_norm(part, norm.shape, norm, epsilon) for part, norm in parts], dim=1)
+            qk = torch.cat([rms_norm(part, norm, self.model) for part, norm in parts], dim=1)
         qk = rotate(qk, rotation)
-        return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
+        return qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :][:, :kv_heads]
+
+
+def rms_norm(x: Tensor, weight: Tensor, model: ModelConfig) -> Tensor:
+    """Normalise rows of x [..., channels]; the weight [channels] of centred_norms is a difference from 1."""
+    if model.centred_norms:
+        return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), model.rms_norm_eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, model.rms_norm_eps)
 
 
 LayerOperations = TorchOperations | CompiledOperations

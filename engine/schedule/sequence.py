@@ -15,6 +15,7 @@ from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefixes.cache import LeftRows
 from kvseek.engine.cache.prefixes.tree import pack_tokens
 from kvseek.engine.draws.sampling import Sampler, log_probabilities, not_finite
+from kvseek.engine.speculation import Drafter
 
 
 class PromptScores:
@@ -99,6 +100,7 @@ class RequestSequence:
     scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
     ends_session: bool = False  # the client has ended its session, so that what the request leaves goes with it
     row_report: RowReport | None = None  # fitted to the request
+    drafter: Drafter | None = None  # of a request whose steps may verify drafts
     prefix: Prefix | None = None  # found at admission, until the slot is open
     resumes: bool = False  # of `prefix`: it has all rows of the prompt, so that nothing is read
     reserved_tokens: int = 0  # to which its extents let it grow, since its last admission

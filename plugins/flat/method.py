@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,5 +37,5 @@ def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, scaling: float) -> Te
     return best_positions(softmax_mean(scores, scaling), top_k)
 
 
-traits = peer_traits
+traits = partial(peer_traits, verifies_drafts=True)
 create = FlatIndex

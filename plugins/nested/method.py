@@ -17,6 +17,7 @@ def traits(config: Config) -> Traits:
     """Return the method's traits: the rotation's signs are all that codes need."""
     return Traits(
         prefix_reuse="entries",
+        verifies_drafts=True,
         codebooks=partial(rotation_codebook, config.rotation_seed),
         cuda_macros=cuda_macros,
         rounded_rows=True,

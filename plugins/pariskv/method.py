@@ -18,6 +18,7 @@ def traits(config: Config) -> Traits:
     """Return the method's traits: codebooks that need no data, and macros that compile kernels for one number of lanes."""
     return Traits(
         prefix_reuse="entries",
+        verifies_drafts=True,
         codebooks=partial(codebook.build_codebooks, config),
         cuda_macros=partial(cuda_macros, config),
         rounded_rows=True,

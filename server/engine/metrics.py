@@ -165,7 +165,7 @@ class EngineMetrics:
         self._families = Families(model_name=model_name, method=service.engine.config.method)
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._finished = dict.fromkeys(FINISHED_REASONS.values(), 0)
-        self._prompt_tokens = self._generated = self._cached = 0
+        self._prompt_tokens = self._generated = self._cached = self._drafted = self._accepted = 0
         self._attended = 0.0
         self._token_times: dict[int, float] = {}  # by running request: the time of its last token
         self._between_tokens = Histogram(TOKEN_SECONDS)
@@ -196,6 +196,7 @@ class EngineMetrics:
     def record_step(self, report: StepReport) -> None:
         """Count the work of a step; made to be Engine.on_step."""
         self._prompt_tokens += report.prefill_tokens
+        self._drafted, self._accepted = self._drafted + report.drafted_tokens, self._accepted + report.accepted_tokens
         steps = self._of_steps
         steps["engine_step_time_seconds"].observe(report.seconds)
         steps["iteration_tokens_total"].observe(report.prefill_tokens + report.decode_batch)
@@ -275,6 +276,8 @@ class EngineMetrics:
         make = self._families
         yield make.counter("prompt_tokens", "Prompt tokens read by all layers", self._prompt_tokens)
         yield make.counter("generation_tokens", "Tokens generated", self._generated)
+        yield make.counter("spec_decode_num_draft_tokens", "Tokens of drafts that steps verified", self._drafted)
+        yield make.counter("spec_decode_num_accepted_tokens", "Of those, accepted", self._accepted)
         yield make.counter("cached_tokens", "Cached tokens, summed over decode steps and requests", self._cached)
         description = "Of those, attended to: mean over layers and KV heads"
         yield make.counter("attended_tokens", description, self._attended)

@@ -352,7 +352,9 @@ async def run(arguments: argparse.Namespace) -> int:
     limits = (settings.threads, settings.max_queue_size, settings.max_num_tokens)
     if arguments.shared:  # its frontends wait however long loading takes, and kill what does not answer meanwhile
         answering = await answer_at(arguments.alive)  # noqa: F841  until the loop ends
-    service = await asyncio.to_thread(EngineService.load, arguments.engine_dir, *limits, disk, settings.nodes)
+    service = await asyncio.to_thread(
+        EngineService.load, arguments.engine_dir, *limits, disk, settings.nodes, settings.drafts
+    )
     await asyncio.to_thread(_load_vocabulary, service)
     metrics = EngineMetrics(service, model_name, settings.max_queue_size)
     service.on_step(metrics.record_step)

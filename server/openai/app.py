@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -223,7 +224,9 @@ class OpenAIRoutes:
         """Read a request and write its answer."""
         call = Call(time.monotonic(), trace_of(request))
         work = await self._read(request, call, read)
-        with self._generations.unread.answer() as answer:
+        with ExitStack() as stack:
+            stack.callback(work.reply.release)
+            answer = stack.enter_context(self._generations.unread.answer())
             out = Writer(request.scope, send, answer)
             async with self._generations.generate(work.choices, call, answer) as arriving:
                 if work.streaming:

@@ -113,6 +113,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
     session_id: str | None = None
     retention_priority: int | None = None
     retention_seconds: float | None = None
+    speculate: bool | None = None
 
 
 class Parameters(CommonFields, kw_only=True):
@@ -216,6 +217,8 @@ def check_logprobs(name: str, count: int) -> int:
 
 UNWRITTEN = "serve a model whose template knows tools"
 MAX_BUDGET = 1 << 20  # tokens of thinking
+# Most of them that an effort stands for where the template knows none. As with OpenAI and Anthropic, "high" has no limit.
+EFFORTS = {"none": 0, "minimal": 128, "low": 1024, "medium": 4096, "high": None, "xhigh": None, "max": None}
 MAX_TEMPLATE_BYTES = 1 << 14  # of JSON, of the template's variables: a value takes up to 60 times as much memory
 _variables = msgspec.json.Decoder(dict[str, Any])
 
@@ -244,10 +247,13 @@ class ChatBody(Parameters, kw_only=True):
         tools, text_guide = read_tools(self.tools, self.tool_choice), read_guide(self.response_format)
         messages = message_texts(read_messages(self.messages))
         self._check_tools(tools, messages, forms)
+        effort, most = self._effort(forms)
+        budget = self._budget(forms)
+        budget = most if budget is None else budget
         template = {
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": bool(self.continue_final_message),
-            "chat_template_kwargs": self._variables() | self._effort(forms),
+            "chat_template_kwargs": self._variables() | effort,
             "tools": tools.written,
         }
         text = chat_text(messages, tokenizer, config, template)
@@ -263,12 +269,12 @@ class ChatBody(Parameters, kw_only=True):
         if conversation is not None and not self.add_special_tokens:
             tokenise = conversation
         ids = encode("messages", text, tokenise, config.max_input_len)
-        thinking = forms.thinking_of(text, self._budget(forms), bool(self.continue_final_message))
+        thinking = forms.thinking_of(text, budget, bool(self.continue_final_message))
         several = self.parallel_tool_calls is not False and tools.named is None
         form = forms.form(thinking, tools.callable, several)
         ends, tags = self.end_ids(config), Tags() if form.tools is None else forms.tags(form.tools)
         may_call = form.tools is not None and not tools.must
-        if may_call and text_guide is None and self.thinking_token_budget is None and not (ends and can_guide()):
+        if may_call and text_guide is None and budget is None and not (ends and can_guide()):
             return [Prompt(ids, None, form)]  # calls are read all the same
         return [Prompt(ids, None, form, answer_guide(form, tags, tools.must, ends, text_guide))]
 
@@ -282,21 +288,23 @@ class ChatBody(Parameters, kw_only=True):
         number = next((n for n, each in enumerate(messages) if each["role"] == TOOL or "tool_calls" in each), None)
         require(number is None, "messages", f"calls of tools in messages[{number}]", limit, remedy)
 
-    def _effort(self, forms: AnswerForms) -> dict[str, Any]:
-        """Return the template's variable for `reasoning_effort`; raises FieldError if it has none."""
-        effort = self.reasoning_effort
+    def _effort(self, forms: AnswerForms) -> tuple[dict[str, Any], int | None]:
+        """Return the template's variable of `reasoning_effort`, else most tokens of thinking; raises FieldError."""
+        effort, name = self.reasoning_effort, "reasoning_effort"
         if effort is None:
-            return {}
-        if "reasoning_effort" in forms.template:
-            return {"reasoning_effort": effort}
-        limit = '"none" or null: of this model\'s template thinking can only be switched off'
-        if "enable_thinking" not in forms.template:
-            limit = "null: this model's template knows no effort"
-        fits = effort == "none" and "enable_thinking" in forms.template
-        require(fits, "reasoning_effort", effort, limit, "leave it out, or send thinking_token_budget")
-        return {"enable_thinking": False}
+            return {}, None
+        if name in forms.template:
+            return {name: effort}, None
+        if effort == "none" and "enable_thinking" in forms.template:
+            return {"enable_thinking": False}, None
+        require(effort in EFFORTS, name, effort, ", ".join(EFFORTS), "leave it out for the model's own")
+        thinks = forms.thinking is not None
+        limit = '"none" or null for a model that does not think, or with --reasoning_parser none'
+        require(thinks or effort == "none", name, effort, limit, "leave it out")
+        return {}, EFFORTS[effort] if thinks else None
 
     def _budget(self, forms: AnswerForms) -> int | None:
+        """Return the most tokens of thinking that the client has named; raises FieldError."""
         budget, name = self.thinking_token_budget, "thinking_token_budget"
         if budget is not None:
             require(0 <= budget <= MAX_BUDGET, name, budget, f"in [0, {MAX_BUDGET}]", "leave it out for no limit")
@@ -344,7 +352,7 @@ CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = NEUTRAL | {
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "chat_template": (),
     "echo": (False,),

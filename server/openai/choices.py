@@ -25,7 +25,7 @@ from kvseek.server.requests.keys import Tenant
 from kvseek.server.requests.translation import with_own_seeds
 
 from .answers import AnswerForm, AnswerForms
-from .bodies import FORMAT, MAX_CHOICES, Body
+from .bodies import FORMAT, MAX_CHOICES, Body, ChatBody
 from .fields import TOO_LONG, FieldError, is_absent, openai_error, require
 from .tool_formats import ARGUMENTS, CALL, CONTENT, REASONING, Part
 
@@ -86,7 +86,8 @@ class Choice:
     - `token_ids`: new tokens, if they are asked for, and `prompt_ids` with the first piece;
     - `count`: tokens generated so far, and `reasoning`, those of them that are thinking; None: the model does not think;
     - `reused`: tokens of the prompt that were not read, because an earlier prompt began alike;
-    - `finish_reason`: "stop", "tool_calls" or "length" with the last piece, else None; `stop`: the stop text that ended it.
+    - `finish_reason`: "stop", "tool_calls" or "length" with the last piece, else None; `timed_out`: whether the time limit cut
+      it off; `stop`: the stop text that ended it.
 
     If the client does not want a stream, there is one piece, at the end.
     """
@@ -152,6 +153,7 @@ class Choice:
                 "reasoning": self._reasoning(reason),
                 "reused": 0 if new.statistics is None else new.statistics.reused_tokens,
                 "finish_reason": None if reason is None else self._reason(reason),
+                "timed_out": reason is FinishReason.TIMEOUT,
                 "stop": new.stop_word,
             }
             self._tokens, new.selected_rows, self._prompt = [], [], None
@@ -209,7 +211,8 @@ def make_choices(
     sampling = body.sampling(tokenizer, top)
     session = body.session
     ends, streaming = body.end_ids(config), bool(body.stream)
-    conversation = partial(tokenizer.encode_conversation, salt=tenant.salt(body.cache_salt))
+    salt = tenant.salt(body.cache_salt)
+    conversation = partial(tokenizer.encode_conversation, salt=salt, max_tokens=config.max_input_len)
     prompts = body.prompts(tokenizer, config, forms, conversation)
     tokens, count = sum(len(prompt.ids) for prompt in prompts), len(prompts) * body.choices
     require(
@@ -232,9 +235,10 @@ def make_choices(
             end_ids=ends,
             priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
             timeout_seconds=body.timeout,
-            cache_salt=tenant.salt(body.cache_salt),
+            cache_salt=salt,
             session=session,
             max_tokens_by_default=body.limit_field is None,
+            speculate=body.speculate is not False,
         )
         names = {"input_ids": body.prompt_field, "max_tokens": body.limit_field or "max_tokens, by default,"}
         names |= _guide_names(body, form)
@@ -256,8 +260,8 @@ def _guide_names(body: Body, form: AnswerForm) -> dict[str, str]:
     field = FORMAT
     if form.tools is not None:
         field = "tools"
-    elif is_absent(body.response_format):
-        field = "thinking_token_budget"
+    elif is_absent(body.response_format) and isinstance(body, ChatBody):
+        field = "reasoning_effort" if body.thinking_token_budget is None else "thinking_token_budget"
     return {"guided_decoding_guide": field, "guided_decoding_guide_type": field}
 
 
@@ -415,6 +419,9 @@ class Reply:
     def failed(error: Exception) -> tuple[int, bytes]:
         """Write the last event of a stream that fails, and the status that a whole answer would have."""
         return openai_error(error)
+
+    def release(self) -> None:
+        """Do nothing, as nothing of the answer is counted."""
 
     def _event(self, index: int, own: Json, piece: Piece | None = None, reason: str | None = None) -> bytes:
         choice = msgspec.json.encode(self._choice(index, own, piece, reason))

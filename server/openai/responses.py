@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from kvseek.core.errors import shortened
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.content import first_character
+from kvseek.server.http.errors import HttpError
 from kvseek.server.requests.keys import Tenant
 
 from .answers import AnswerForm
 from .bodies import WITHOUT_EFFECT, ChatBody, CommonFields, JsonSchema, StreamOptions, check_logprobs
 from .choices import Json, Piece, chat_logprobs
 from .fields import ABSENT, BodyFormat, FieldError, is_absent, openai_error, require
-from .kept_responses import KeptResponses
+from .kept_responses import LOST, KeptResponses, Unfinished
 from .prompts import TOOL
 from .tool_formats import ARGUMENTS, CONTENT, REASONING
 from .tools import MAX_TOOLS
@@ -38,11 +41,13 @@ from .translation import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # the second without effect
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # the second without effect: thinking is returned in clear
 Key = Annotated[str, msgspec.Meta(max_length=64)]
 Value = Annotated[str, msgspec.Meta(max_length=512)]
 Metadata = Annotated[dict[Key, Value], msgspec.Meta(max_length=16)]  # OpenAI's limits
 Summary = Literal["auto", "concise", "detailed"]
+UNKNOWN_ITEM = "kvseek has no tools of its own"
+RAW_BYTES = 64  # that JSON takes in a list besides its own
 FAILURES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # codes of a response's error; others are the server's
 
 
@@ -101,6 +106,39 @@ class ReasoningItem(Item, kw_only=True):
     encrypted_content: str | None = None
 
 
+class ItemReference(msgspec.Struct, forbid_unknown_fields=True):
+    """An item of a response that is kept."""
+
+    type: str
+    id: str
+
+
+class WrittenPart(msgspec.Struct):
+    """A text of an item of a response, without its log probabilities."""
+
+    type: str
+    text: str
+
+
+class WrittenItem(msgspec.Struct, omit_defaults=True):
+    """An item of a response, as it may be sent back."""
+
+    type: str
+    id: str
+    status: str
+    role: str | None = None
+    content: list[WrittenPart] = []
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+
+
+class WrittenResponse(msgspec.Struct):
+    """The items of a response."""
+
+    output: list[WrittenItem]
+
+
 class FlatTool(Function):
     """See Function."""
 
@@ -128,7 +166,7 @@ class TextFields(msgspec.Struct, forbid_unknown_fields=True):
     """How the text is written."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
@@ -147,8 +185,9 @@ ITEMS = decoders(
     function_call=FunctionCall,
     function_call_output=FunctionCallOutput,
     reasoning=ReasoningItem,
+    item_reference=ItemReference,
 )
-_repeated = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_repeated, _written = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(WrittenResponse)
 
 
 class ResponsesBody(CommonFields, kw_only=True):
@@ -166,7 +205,7 @@ class ResponsesBody(CommonFields, kw_only=True):
     reasoning: Reasoning | None = None
     max_output_tokens: int | None = None
     top_logprobs: int | None = None
-    include: list[Included] | None = None
+    include: list[str] | None = None
     metadata: Metadata | None = None
     stop: str | list[str] | None = None
     chat_template_kwargs: msgspec.Raw = ABSENT
@@ -203,6 +242,12 @@ class ResponsesBody(CommonFields, kw_only=True):
             check_logprobs("top_logprobs", self.top_logprobs)
         plain = not self.logprobs or is_absent(self.tools)
         require(plain, "top_logprobs", self.top_logprobs, "absent with tools", "ask for them without tools")
+        for number, name in enumerate(self.include or ()):
+            place, limit = f"include[{number}]", " or ".join(INCLUDED)
+            require(name in INCLUDED, place, name, limit, "kvseek has nothing else to include")
+        verbosity = None if self.text is None else self.text.verbosity
+        limit, remedy = '"medium" or null: kvseek cannot change it', "say in the instructions how long texts may be"
+        require(verbosity in (None, "medium"), "text.verbosity", verbosity, limit, remedy)
 
     def repeated(self) -> bytes:
         """Write the fields that a response repeats."""
@@ -264,8 +309,11 @@ def nested_format(given: TextFormat) -> msgspec.Raw:
     return as_json({"type": given.type, "json_schema": schema})
 
 
-def read_items(raw: msgspec.Raw, before: int) -> tuple[list[Json], dict[str, str]]:
-    """Read the input as messages of a chat, and name their places; raises FieldError.
+Find = Callable[[str, str], msgspec.Raw]  # the JSON of a kept item, by the place of a reference to it and its id
+
+
+def read_items(raw: msgspec.Raw, before: int, find: Find | None = None) -> tuple[list[Json], dict[str, str]]:
+    """Read the input as messages of a chat, and name their places; raises FieldError, and what `find` does.
 
     Thinking, text and calls of the model that follow each other become one message, as they were one answer. `before` is the
     number of messages before these.
@@ -274,11 +322,18 @@ def read_items(raw: msgspec.Raw, before: int) -> tuple[list[Json], dict[str, str
         raise FieldError("input", "input is missing: must be a text or items; add it")
     if first_character(raw) == '"':
         return [{"role": "user", "content": read_text("input", raw, INPUT_TEXT)}], {f"messages[{before}]": "input"}
-    items = read_blocks("input", raw, ITEMS, "kvseek has no tools of its own, and keeps no items", "message")
+    items = read_blocks("input", raw, ITEMS, UNKNOWN_ITEM, "message")
     require(bool(items), "input", [], "at least one item", "send a message")
-    messages, places = list[Json](), dict[str, str]()
+    messages, places, references = list[Json](), dict[str, str](), set[str]()
     for number, item in enumerate(items):
         place = f"input[{number}]"
+        if isinstance(item, ItemReference) and find is not None:
+            # Else a body of some bytes would stand for gigabytes.
+            require(
+                item.id not in references, f"{place}.id", item.id, "another one than before", "send the item itself"
+            )
+            references.add(item.id)
+            item = read_block(place, find(f"{place}.id", item.id), ITEMS, UNKNOWN_ITEM)
         own, joins = _message(place, item)
         last = messages[-1] if messages else {"role": None}
         goes_on = joins == "tool_calls" or (joins == "content" and not {"content", "tool_calls"} & last.keys())
@@ -325,8 +380,8 @@ def _thoughts(place: str, item: ReasoningItem) -> str:
 
 def said(items: Sequence[Json]) -> list[Json]:
     """Write the items of an answer as messages of a chat, as read_items does; a call that was cut off has not been made."""
-    plain = [item | {"content": item["content"][0]["text"]} if "content" in item else item for item in items]
-    whole = [item for item in plain if item["type"] != "function_call" or item["status"] == "completed"]
+    plain = msgspec.convert(items, list[WrittenItem])
+    whole = [item for item in plain if item.type != "function_call" or item.status == "completed"]
     return read_items(as_json(whole), 0)[0] if whole else []
 
 
@@ -342,7 +397,7 @@ class Responses:
         body.check()
         earlier = [] if body.previous_response_id is None else self._kept.messages(body.previous_response_id, tenant)
         first = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
-        own, places = read_items(body.input, len(first) + len(earlier))
+        own, places = read_items(body.input, len(first) + len(earlier), self._finder(tenant))
         own_json = [msgspec.json.encode(message) for message in own]
         messages = json_list([*map(msgspec.json.encode, first), *earlier, *own_json])
         places = {"messages[0]": "instructions" if first else "input", **places, **PLACES}
@@ -354,9 +409,25 @@ class Responses:
 
         def answer(form: AnswerForm, _: int) -> ResponseAnswer:
             own = (keep, sum(map(len, own_json))) if body.store is not False else (None, 0)
-            return ResponseAnswer(fields, body.logprobs, form, self._tokenizer, *own)
+            return ResponseAnswer(fields, body.logprobs, form, self._tokenizer, self._kept.unfinished(tenant), *own)
 
         return Asked(body.chat(messages), answer, places)
+
+    def _finder(self, tenant: Tenant) -> Find:
+        """Make what finds items of the responses that are kept for a tenant: their ids begin with those of the responses."""
+        known = dict[str, dict[str, WrittenItem]]()
+
+        def find(place: str, item_id: str) -> msgspec.Raw:
+            response = f"resp_{item_id.partition('_')[2].partition('_')[0]}"
+            if response not in known:
+                data = self._kept.find(response, tenant)
+                known[response] = {} if data is None else {item.id: item for item in _written.decode(data).output}
+            if item_id not in known[response]:
+                what = f"Item with id '{shortened(item_id, 80)}' not found. {LOST} the item itself."
+                raise HttpError(404, what, "item_not_found", place)
+            return as_json(known[response][item_id])
+
+        return find
 
 
 class ResponseAnswer(Blocks):
@@ -368,6 +439,8 @@ class ResponseAnswer(Blocks):
         JSON of fields of the request; of these alone, as the request's other memory is not counted any more.
     logprobs : bool
         Whether log probabilities are asked for.
+    unfinished : Unfinished
+        Counts what a stream holds until its end.
     keep : callable or None
         Keeps the response, given its id, its JSON and its items, once it has ended.
     kept_bytes : int
@@ -375,9 +448,17 @@ class ResponseAnswer(Blocks):
     """
 
     def __init__(
-        self, repeated: bytes, logprobs: bool, form: AnswerForm, tokenizer: Tokenizer, keep: Any, kept_bytes: int
+        self,
+        repeated: bytes,
+        logprobs: bool,
+        form: AnswerForm,
+        tokenizer: Tokenizer,
+        unfinished: Unfinished,
+        keep: Any,
+        kept_bytes: int,
     ) -> None:
         super().__init__()
+        self._unfinished, self._streams, self._timed_out = unfinished, False, False
         self.id, self.held_bytes = f"resp_{uuid.uuid4().hex}", len(repeated) + kept_bytes
         self._form, self._tokenizer, self._keep = form, tokenizer, keep
         self._response: Json = {
@@ -402,14 +483,21 @@ class ResponseAnswer(Blocks):
 
     def begin(self, choices: int) -> list[bytes]:
         """See Answer."""
+        self._streams = True
+        self._unfinished.add(self.held_bytes)
         return [self._event(f"response.{name}", response=self._response) for name in ("created", "in_progress")]
 
     def pieces(self, index: int, piece: Piece) -> list[bytes]:
         """See Answer."""
+        held = sum(sys.getsizeof(text) for _, text in piece["parts"])
         if self._asks_logprobs:
             new = [each for each in piece["tokens"] if self._is_text(each[0])]
-            self._new_logprobs += map(as_json, chat_logprobs(new, self._tokenizer)["content"])
-        self._reason = piece["finish_reason"]
+            written = list(map(as_json, chat_logprobs(new, self._tokenizer)["content"]))
+            self._new_logprobs += written
+            held += sum(memoryview(each).nbytes + RAW_BYTES for each in written)
+        if self._streams:
+            self._unfinished.add(held)
+        self._reason, self._timed_out = piece["finish_reason"], piece["timed_out"]
         events = self.take(piece)
         if self._reason not in (None, "length") and not any(item["type"] != "reasoning" for item in self.written):
             self.kind = CONTENT  # an answer without a word is one all the same
@@ -432,14 +520,19 @@ class ResponseAnswer(Blocks):
         told = {"code": FAILURES.get(status, "server_error"), "message": msgspec.json.decode(data)["error"]["message"]}
         return status, self._event("response.failed", response=self._response | {"status": "failed", "error": told})
 
+    def release(self) -> None:
+        """See Answer."""
+        self._unfinished.close()
+
     def _done(self, counts: Json) -> Json:
-        long = self._reason == "length"
-        whole = not long and all(item["status"] == "completed" for item in self.written)  # a stop text may end a call
+        cut = "timeout" if self._timed_out else "max_output_tokens" if self._reason == "length" else None
+        if cut is None and any(item["status"] != "completed" for item in self.written):
+            cut = "stop"  # a stop text has ended the answer within a call
         details = counts.get("completion_tokens_details", {"reasoning_tokens": 0})
         done = self._response | {
-            "status": "completed" if whole else "incomplete",
-            "completed_at": int(time.time()) if whole else None,
-            "incomplete_details": None if whole else {"reason": "max_output_tokens" if long else None},
+            "status": "incomplete" if cut else "completed",
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": cut} if cut else None,
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
@@ -448,6 +541,7 @@ class ResponseAnswer(Blocks):
                 "total_tokens": counts["total_tokens"],
             },
         }
+        self.release()
         if self._keep is not None:
             self._keep(self.id, msgspec.json.encode(done), self.written)
         return done
@@ -471,7 +565,8 @@ class ResponseAnswer(Blocks):
             ),
         }
         prefix, item = own[kind]
-        self._item = {"id": f"{prefix}_{uuid.uuid4().hex}", **item, "status": "in_progress"}
+        item_id = f"{prefix}_{self.id.removeprefix('resp_')}_{len(self.written)}"
+        self._item = {"id": item_id, **item, "status": "in_progress"}
         added = self._event("response.output_item.added", output_index=len(self.written), item=self._item)
         return [added] if kind == ARGUMENTS else [added, self._of_item("content_part.added", part=self._part(""))]
 

@@ -55,6 +55,9 @@ class Answer(Protocol):
     def failed(self, error: Exception) -> tuple[int, bytes]:
         """Write the last event of a stream that fails, and the status that a whole answer would have."""
 
+    def release(self) -> None:
+        """Count nothing of the answer any more, however far it has come."""
+
 
 class Asked(NamedTuple):
     """What a client asks for.
@@ -208,6 +211,9 @@ class Blocks:
     def close(self, text: str, last: bool) -> tuple[Json, list[bytes]]:
         """Write the block of a text, and that it ends; `last`: as the answer does."""
         raise NotImplementedError
+
+    def release(self) -> None:
+        """See Answer."""
 
     def take(self, piece: Piece) -> list[bytes]:
         """Write the events of a piece's parts."""

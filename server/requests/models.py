@@ -105,9 +105,10 @@ def perf_metrics(statistics: RequestStatistics | None) -> Chunk:
     """Return the metrics that are known so far; 0 stands for what has not happened yet, and for what kvseek does not do.
 
     Times are those of the engine process's steady clock, so only their differences mean something. Blocks of the KV cache
-    are kvseek's extents, of 1,024 tokens in all layers; no tokens are drafted.
+    are kvseek's extents, of 1,024 tokens in all layers.
     """
     known = statistics or RequestStatistics(0, 0.0)
+    drafted, accepted = known.drafted_tokens, known.accepted_tokens
     own, missed = known.extents - known.shared_extents, known.prompt_extents - known.reused_extents
     seconds = {
         "arrival_time_ns": known.submitted_at,
@@ -122,9 +123,9 @@ def perf_metrics(statistics: RequestStatistics | None) -> Chunk:
         "kv_cache_alloc_total_blocks": own,
         "kv_cache_hit_rate": known.reused_extents / max(1, known.prompt_extents),
         **{name: round(value * NANOSECONDS) for name, value in seconds.items()},
-        "acceptance_rate": 0.0,
-        "total_accepted_draft_tokens": 0,
-        "total_draft_tokens": 0,
+        "acceptance_rate": accepted / max(1, drafted),
+        "total_accepted_draft_tokens": accepted,
+        "total_draft_tokens": drafted,
     }
 
 

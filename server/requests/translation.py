@@ -284,6 +284,7 @@ def make_request(
         timeout_seconds=scalar(inputs, "timeout"),
         cache_salt=_name(inputs, "cache_salt"),
         session=_session(inputs),
+        speculate=bool(scalar(inputs, "speculate", True)),
     )
 
 

@@ -18,7 +18,7 @@ from tests.builder.checkpoints.quantised_checkpoints import quantise_checkpoint
 from tests.conftest import ROOT
 from tests.engine.model.test_logits import load_transformers
 from tests.support.checkpoint_files import edit_tensors, save_dequantised
-from tests.support.random_models import ARCHITECTURES, MIXTURES, save_random_model, save_tokenizer
+from tests.support.random_models import ARCHITECTURES, HYBRIDS, MIXTURES, save_random_model, save_tokenizer
 from torch import Tensor
 
 from kvseek.builder import build, calibration
@@ -330,7 +330,7 @@ def test_a_column_for_each_choice(model: Path, tmp_path: Path, text: Path, capsy
     assert found.int4 is None, "its groups do not divide the inputs"
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES + HYBRIDS)
 def test_errors_of_int4_count_by_the_texts_activations(architecture: str, text: Path, tmp_path: Path) -> None:
     """Of what transformers multiplies with each matrix, the mean square of each input, relative to their mean.
 
@@ -345,9 +345,10 @@ def test_errors_of_int4_count_by_the_texts_activations(architecture: str, text: 
     sources |= {
         f"shared.{name}": f"mlp.shared_expert.{name.removeprefix('gate_')}_proj" for name in ("gate_up", "down")
     }
+    of_states = [("qkvz", "linear_attn.in_proj_qkvz"), ("qkvz", "linear_attn.in_proj_z"), ("o", "linear_attn.out_proj")]
     for number, layer in enumerate(network.model.layers):
         prefix, modules = f"layers.{number}.", dict(layer.named_modules())
-        for name, source in sources.items():
+        for name, source in [*sources.items(), *of_states]:
 
             def record(module: Any, inputs: tuple[Tensor], key: str = f"{prefix}{name}.weight") -> None:
                 squares[key] = squares.get(key, 0) + inputs[0].flatten(0, -2).square().sum(dim=0, keepdim=True)

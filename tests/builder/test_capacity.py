@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.builder.checkpoints.test_model_config import QWEN_35_27B
 from tests.conftest import ROOT
 from tests.plugins.cases import ON_GPU
 from tests.support.random_models import SHAPE, save_random_model
@@ -217,6 +218,22 @@ def test_numbers_of_llama(llama: Path) -> None:
     assert engine["work_space"] == sizes["work_space"]
 
 
+def test_numbers_of_a_hybrid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """16 of 64 layers have rows; each slot has the states of the others, and later requests go on from copies of these."""
+    model = save(tmp_path / "Qwen3.5-27B", QWEN_35_27B)
+    flags = arguments(model, "--dtype", "bfloat16", "--max_seq_len", "131072", method="nested")
+    plan = document(flags)
+    assert plan["layers_with_rows"] == 16
+    assert plan["bytes"]["rows_per_token"] == 16 * 4 * 2 * 256 * 2
+    states = 48 * (48 * 128 * 128 * 4 + 4 * (2 * 16 + 48) * 128 * 2)
+    assert plan["bytes"]["window_per_slot"] == 16 * 4 * 576 * 2 * 256 * 2 + states
+    capsys.readouterr()
+    assert build.main(flags) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "qwen3_5, 64 layers (16 with rows), 24 query and 4 KV heads of 256 channels" in told
+    assert "States that are kept for later requests take up to 4.00 GiB of host memory besides." in told
+
+
 def test_contexts_end_with_the_models_reach(small: Path, llama: Path) -> None:
     assert planner(llama).contexts == [8192, 16384, 32768, 65536, 131072]
     assert planner(llama, "--max_seq_len", "200000").contexts == [8192, 16384, 32768, 65536, 131072, 200000]
@@ -300,7 +317,9 @@ def test_loading_says_what_does_not_fit(small: Path) -> None:
 
     for method in ("full", "clusterkv"):
         own = planner(small, method=method)
-        with pytest.raises(CapacityError, match=r"weights 2,000, windows [\d,]+, work space .* 1,000 are available"):
+        with pytest.raises(
+            CapacityError, match=r"weights 2,000, windows and states [\d,]+, work space .* 1,000 are available"
+        ):
             divide_measured(own.config(8192, 1), IndexNeeds(0, 0), 1000, 2000)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.checkpoint_files import edit_json, edit_tensors, save_tensorrt_llm, write_gguf
-from tests.support.random_models import ARCHITECTURES, MIXTURES, VOCABULARY, save_random_model
+from tests.support.random_models import ARCHITECTURES, HYBRIDS, MIXTURES, VOCABULARY, save_random_model
 
 from kvseek.builder import build, checking
 from kvseek.builder.checking import check_engine, compare, prompt_ids
@@ -47,7 +47,7 @@ def swap_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("flags", FORMATS)
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES, "mistral"])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES, *HYBRIDS[:2], "mistral"])
 def test_right_engines_agree(
     architecture: str, flags: tuple[str, ...], random_model: RandomModel, build_engine: BuildEngine
 ) -> None:

@@ -15,6 +15,7 @@ from kvseek.core.config import (
     FORMAT_VERSION,
     PRETRAINED,
     CacheConfig,
+    DeltaNetConfig,
     EngineConfig,
     ExpertsConfig,
     ModelConfig,
@@ -250,7 +251,7 @@ def test_how_far_dynamic_and_longrope_reach() -> None:
 EXPERTS: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": 0}, "experts.num_experts = 0: must be between 1 and"),
     ({"num_experts": 1000}, "experts.num_experts = 1000: must be <= 512; choose another model"),
-    ({"num_experts_per_tok": 9}, r"experts.num_experts_per_tok = 9: must be between 1 and min\(num_experts, 16\) = 8"),
+    ({"num_experts_per_tok": 9}, r"experts.num_experts_per_tok = 9: must be between 1 and min\(num_experts, 32\) = 8"),
 ]
 
 
@@ -288,6 +289,61 @@ def test_what_experts_cannot_be_computed_with(fields: dict[str, Any], message: s
     apart = dataclasses.replace(apart, experts=dataclasses.replace(apart.experts, intermediate_size=50))
     with pytest.raises(ConfigError, match=r"tp_size = 3: must be a divisor of experts\.intermediate_size = 50; choose"):
         apart.check_ranks(3)
+
+
+HYBRID = dataclasses.replace(
+    MODEL, architecture="qwen3_5", gated_attention=True, delta_net=DeltaNetConfig((0,), 2, 6, 16, 8, 4), rotary_dim=4
+)
+STATES: list[tuple[dict[str, Any], str]] = [
+    ({"layers": (0, 1)}, r"delta_net.layers = \(0, 1\): must be ascending, of layers 0 to 1, and not all of these"),
+    ({"layers": (0, 0)}, r"delta_net.layers = \(0, 0\): must be ascending"),
+    ({"num_value_heads": 5}, "delta_net.num_value_heads = 5: must be a multiple of num_key_heads = 2"),
+    ({"conv_kernel": 0}, "delta_net.conv_kernel = 0: must be between 1 and"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), STATES)
+def test_bad_states_are_named(change: dict[str, Any], message: str) -> None:
+    assert HYBRID.delta_net is not None
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(HYBRID, delta_net=dataclasses.replace(HYBRID.delta_net, **change))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp_size": 4}, "tp_size = 4: must be a divisor of delta_net.num_key_heads = 2"),
+        (
+            {"tp_size": 2, "cache": CacheConfig(reuse=True)},
+            "cache.reuse = True: must be false, or left out, with Gated DeltaNet",
+        ),
+        (
+            {"cache": CacheConfig(cached_prefill="sparse")},
+            "cache.cached_prefill = 'sparse': must be 'dense' with Gated DeltaNet",
+        ),
+        ({"device": "cuda", "runtime": "tensorrt"}, "runtime = 'tensorrt': must be 'torch' with Gated DeltaNet layers"),
+        ({"weight_only_precision": "int4"}, "delta_net values = 48: must be a multiple of 32"),
+    ],
+)
+def test_what_states_cannot_be_computed_with(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(HYBRID, "full", **fields)
+
+
+def test_states_belong_to_hybrids() -> None:
+    with pytest.raises(ConfigError, match="delta_net = None: must be stated with architecture = 'qwen3_5'"):
+        dataclasses.replace(HYBRID, delta_net=None)
+    with pytest.raises(ConfigError, match="must be stated with architecture = 'qwen3' if that is one of"):
+        dataclasses.replace(HYBRID, architecture="qwen3")
+    for rotary_dim in (3, 18):
+        with pytest.raises(ConfigError, match=f"rotary_dim = {rotary_dim}: must be even, between 2 and head_dim = 16"):
+            dataclasses.replace(HYBRID, rotary_dim=rotary_dim)
+    with pytest.raises(
+        ConfigError, match=r"cache\.reuse_state_tokens = 128: must be left out with architecture = 'qwen3'"
+    ):
+        EngineConfig(MODEL, "full", cache=CacheConfig(reuse_state_tokens=128))
+    with pytest.raises(ConfigError, match=r"cache\.reuse_state_tokens = 100: must be a multiple of 64"):
+        CacheConfig(reuse_state_tokens=100)
 
 
 def test_experts_belong_to_their_architectures() -> None:

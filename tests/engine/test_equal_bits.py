@@ -114,6 +114,19 @@ def test_experts_that_others_choose_change_nothing(
     check_steps(directory)
 
 
+@pytest.mark.parametrize(("architecture", "precision"), [("qwen3_next", "none"), ("qwen3_5", "int8")])
+def test_states_do_not_depend_on_how_the_prompt_was_read(
+    architecture: str, precision: str, random_model: RandomModel, build_engine: BuildEngine
+) -> None:
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128, "head_dim": 64}
+    kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    model = random_model(architecture, max_position_embeddings=4096, **sizes, **kinds)
+    form = ("--dtype", "bfloat16", "--weight_only_precision", precision, "--cache.reuse_state_tokens", "512")
+    directory = build_engine(model, "full", *WINDOW, *LIMITS, *form)
+    check_equal_bits(directory)
+    check_steps(directory)
+
+
 def check_steps(directory: Path) -> None:
     engine = Engine.load(directory)
     prompts = [numbers(size, size) for size in (700, 40, 900)]

@@ -30,9 +30,11 @@ from kvseek.plugins.registry import METHODS, method_traits
 EXTENT_BYTES = 2 * 1024 * 2 * 32 * 4  # of two layers and one KV head of 32 channels, in float32
 LIMITS = ("--max_batch_size", "8", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
 EXPERTS = "nested with experts"
+HYBRID = "nested with states"
 NAMES = {
     **{name: (name, ()) for name in METHODS},
     EXPERTS: ("nested", ()),
+    HYBRID: ("nested", ()),
     "ctkvr-rows": ("ctkvr", method_flags("ctkvr", BY_KEYS)),
 }
 Told = list[tuple[object, ...]]
@@ -72,7 +74,9 @@ def make(random_model: RandomModel, build_engine: BuildEngine) -> Make:
     def load(name: str = "full", extents: int = 6, **fields: object) -> Engine:
         method, own = NAMES[name]
         few = method_flags(method, CASES[method].sparse)
-        model = random_model("qwen3_moe" if name == EXPERTS else "llama", **SHAPE, **HEADS)
+        kinds = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}
+        own_shape = SHAPE | kinds if name == HYBRID else SHAPE
+        model = random_model({EXPERTS: "qwen3_moe", HYBRID: "qwen3_next"}.get(name, "llama"), **own_shape, **HEADS)
         directory = build_engine(model, method, *WINDOW, *LIMITS, *few, *own)
         return load_changed(directory, {"kv_cache_host_memory_bytes": extents * EXTENT_BYTES, **fields})
 
@@ -131,11 +135,11 @@ def test_answers_do_not_tell_of_preemptions(name: str, make: Make) -> None:
             found, counts = ask(engine, REQUESTS, share)
         assert sum(counts) > 0
         assert found == expected
-        if share and reuse and method_traits(engine.config).prefix_reuse == "entries":
+        if share and reuse and name != HYBRID and method_traits(engine.config).prefix_reuse == "entries":
             assert resumed, "nothing is computed again where all rows are kept"
 
 
-@pytest.mark.parametrize("name", ["full", "nested", "prkv"])
+@pytest.mark.parametrize("name", ["full", "nested", "prkv", HYBRID])
 def test_answers_that_come_whole_do_not_tell_of_preemptions(
     name: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

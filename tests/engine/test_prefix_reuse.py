@@ -148,6 +148,84 @@ def test_mixtures_of_experts_answer_the_same_behind_a_prefix(
         engine.close()
 
 
+HYBRID_SHAPE = SHAPE | {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(random_model: RandomModel, build_engine: BuildEngine) -> Callable[..., Engine]:
+    """Load an engine of a hybrid in bfloat16, with fields of its configuration of the cache changed."""
+    own, everything = (
+        random_model("qwen3_next", **HYBRID_SHAPE, **HEADS),
+        method_flags("nested", CASES["nested"].everything),
+    )
+    directory = build_engine(own, "nested", *WINDOW, *LIMITS, *everything, "--dtype", "bfloat16")
+    return lambda **cache: load_changed(directory, {"reuse_state_tokens": 512, **cache})
+
+
+def test_a_hybrid_goes_on_from_the_last_states_that_are_kept(hybrid: Callable[..., Engine]) -> None:
+    """Those of each 512 tokens, of the last block of 64 of a prompt, and of a request's end; answers are those without any."""
+    engine, plain = hybrid(), known_answers(hybrid(reuse=False))
+    for prompt, reused in (
+        (DOCUMENT, 0),
+        (DOCUMENT, 2240),
+        (DOCUMENT + (5,) * 40, 2240),
+        (DOCUMENT[:1500] + (7,) * 40, 1024),
+        (DOCUMENT[:1100] + (9,) * 30, 1024),
+        (DOCUMENT[:200] + (9,) * 300, 0),
+        (DOCUMENT[:1500] + (7,) * 40 + (6,) * 900, 1536),
+        (DOCUMENT[:1500] + (7,) * 40 + (8,) * 300, 1536),
+    ):
+        request = Request(prompt, 12)
+        ((tokens, statistics),) = ask(engine, request)
+        assert (statistics.reused_tokens, tokens) == (reused, plain(request))
+    turn = DOCUMENT + tuple(plain(Request(DOCUMENT, 12))) + (4,) * 30
+    ((_, statistics),) = ask(engine, Request(turn, 4))
+    assert statistics.reused_tokens == len(DOCUMENT) + 11, "the end of the first request, whose last token has no rows"
+
+
+def test_a_hybrids_requests_that_come_together_share_states(hybrid: Callable[..., Engine]) -> None:
+    engine, plain = hybrid(), known_answers(hybrid(reuse=False))
+    requests = [Request(DOCUMENT + (5 + number,) * 60, 8) for number in range(4)]
+    for request, (tokens, statistics) in zip(requests, ask(engine, *requests), strict=True):
+        assert tokens == plain(request)
+        assert statistics.reused_tokens == (0 if request is requests[0] else 2048)
+
+
+def test_states_have_a_budget(hybrid: Callable[..., Engine]) -> None:
+    """The last ones of a prompt are made, and the least recently used go; without any, prompts are read again."""
+    one = hybrid()
+    ask(one, Request(DOCUMENT, 4))
+    (size,) = {snapshot.nbytes for snapshot in one._prefixes._snapshots}
+    plain = known_answers(hybrid(reuse=False))
+    other = tuple(reversed(DOCUMENT))
+    for snapshots, reused in ((2, [0, 2240, 0, 0]), (9, [0, 2240, 0, 2240]), (0, [0, 0, 0, 0])):
+        engine, found = hybrid(reuse_state_bytes=snapshots * size), list[int]()
+        for prompt in (DOCUMENT, DOCUMENT + (5,) * 40, other, DOCUMENT + (6,) * 40):
+            ((tokens, statistics),) = ask(engine, Request(prompt, 4))
+            assert tokens == plain(Request(prompt, 4))
+            found.append(statistics.reused_tokens)
+            assert sum(kept.nbytes for kept in engine._prefixes._snapshots) <= snapshots * size
+        assert found == reused
+
+
+def test_states_go_with_their_extents(hybrid: Callable[..., Engine]) -> None:
+    engine, chance = hybrid(), random.Random(5)
+    plain = known_answers(hybrid(reuse=False))
+    for number in range(40):
+        begin = DOCUMENT[: chance.choice([700, 1100, 1500, 2000, 2300])]
+        request = Request(begin + (4 + number % 5,) * chance.randrange(1, 400), chance.randrange(1, 40))
+        ((tokens, _),) = ask(engine, request)
+        assert tokens == plain(request)
+        prefixes = engine._prefixes
+        held = {(node, within, kept) for kept, places in prefixes._snapshots.items() for node, within in places.items()}
+        assert held == {(node, within, kept) for node in prefixes._tree for within, kept in node.states.items()}
+    assert engine._prefixes.counts.evicted_extents > 0
+
+
 @pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("method", NAMES)
 def test_few_selected_rows_are_those_of_a_fresh_prompt(

@@ -17,6 +17,7 @@ from tests.support.prefill import run_prefill
 from torch import Tensor
 
 from kvseek.core.batch import Batch, Selection
+from kvseek.core.errors import KvseekError
 from kvseek.core.streams import SideWork
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows, layer_extent_bytes
@@ -342,3 +343,13 @@ def test_parts_cover_a_step_of_the_gpu(directories: dict[str, Path]) -> None:
     decoder.decode([5, 6], [0, 1])
     assert notes.parts == ["begin", *OPS[1:-1] * len(WATCHED), "head"]
     assert [(layer, slots) for layer, slots, _, _ in notes.selections] == [(layer, [0, 1]) for layer in WATCHED]
+
+
+def test_a_hybrids_step_takes_one_token_of_a_slot(random_model: RandomModel, build_engine: BuildEngine) -> None:
+    """Several tokens of a slot would each change the states that the others read."""
+    decoder = Engine.load(build_engine(random_model("qwen3_5"), "full")).decoder
+    run_prefill(decoder, 1, [5, 6, 7], 10)
+    tokens = list(decoder.cache.tokens)
+    with pytest.raises(KvseekError, match=r"slots = \[1, 1\]: must each occur once with Gated DeltaNet layers"):
+        decoder.decode([8, 9], [1, 1])
+    assert decoder.cache.tokens == tokens

@@ -127,7 +127,9 @@ def test_conversations_have_the_tokens_of_whole_texts(each, texts, data):
             before = data.draw(st.sampled_from(said))
             said.append(before[: data.draw(st.integers(0, len(before)))] + "".join(pieces))
             salt = data.draw(st.sampled_from([None, "a"]))
-            assert tokenizer.encode_conversation(said[-1], salt) == tokenizer.encode(said[-1], add_special_tokens=False)
+            most = data.draw(st.sampled_from([3, 10_000]))  # longer ones are not kept
+            expected = tokenizer.encode(said[-1], add_special_tokens=False)
+            assert tokenizer.encode_conversation(said[-1], salt, most) == expected
 
 
 def test_a_turn_is_tokenised_by_itself():
@@ -141,14 +143,19 @@ def test_a_turn_is_tokenised_by_itself():
     kept = KeptEncodings(encode, {"</s>": 1})
     turns = [f"{TEXT * 300}</s>", f"When?</s>{TEXT}", f"</s>{TEXT}"]
     for count, number in ((1, 2), (2, 5), (3, 7)):
-        assert len(kept.encode("".join(turns[:count]), "own")) == number
+        assert len(kept.encode("".join(turns[:count]), "own", 99)) == number
     assert texts == [turns[0], turns[1], TEXT + turns[2]]
     whole = "".join(turns)
-    kept.encode(whole, "other")
+    kept.encode(whole, "other", 99)
     assert texts[-1] == whole
     for number in range(MOST_TEXTS):
-        kept.encode(f"{number}{TEXT * 300}</s>", "own")
-    assert kept.encode(whole, "own") == kept.encode(whole, "other")
+        kept.encode(f"{number}{TEXT * 300}</s>", "other", 1)
+        kept.encode(f"{whole}{number}</s>", "own", 8)
+    kept.encode(f"{whole}!", "own", 99)
+    assert texts[-1] == f"{TEXT}!", "texts of too many tokens have pushed nothing out"
+    for number in range(MOST_TEXTS):
+        kept.encode(f"{number}{TEXT * 300}</s>", "own", 99)
+    assert kept.encode(whole, "own", 99) == kept.encode(whole, "other", 99)
     assert texts[-2:] == [whole, whole]
 
 

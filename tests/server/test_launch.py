@@ -19,6 +19,7 @@ import pytest
 from tests.conftest import BuildEngine, RandomModel
 
 from kvseek.cli import main as cli
+from kvseek.engine.speculation import Speculation
 from kvseek.server import launch
 from kvseek.server.errors import ServerError
 from kvseek.server.scratch import SHARED_MEMORY_PREFIX, scratch_folder
@@ -137,6 +138,8 @@ def test_a_start_needs_time(tmp_path: Path, seconds: float) -> None:
         ("hang_seconds", "1", "--hang_seconds = 1.0: must be >= 5 and <= 604800, a week; 60 is the default"),
         ("restarts", "-1", "--restarts = -1: must be >= 0; 0 ends the server when a process dies"),
         ("threads", "0", "--threads = 0: must be >= 1; or leave it out"),
+        ("speculation", "medusa", "--speculation = 'medusa': must be 'ngram'; leave it out for none"),
+        ("num_speculative_tokens", "3", "--num_speculative_tokens = 3: must be left out without speculation"),
     ],
 )
 def test_settings_out_of_range(
@@ -144,6 +147,12 @@ def test_settings_out_of_range(
 ) -> None:
     assert cli.main(["serve", "--engine_dir", str(tmp_path), f"--{flag}", value]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_drafts_are_settings_of_the_engine() -> None:
+    assert ServeSettings().drafts is None
+    settings = ServeSettings.from_json(ServeSettings(speculation="ngram", num_speculative_tokens=3).to_json())
+    assert settings.drafts == Speculation("ngram", 3)
 
 
 def test_settings_pass_to_other_processes() -> None:

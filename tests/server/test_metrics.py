@@ -191,7 +191,7 @@ def test_a_running_request_shows_at_once() -> None:
     first = StepOutput(1, 7, statistics=RequestStatistics(10, now - 3, now - 2, now - 1, now - 1, 1))
     metrics.record([first], now)
     metrics.record([StepOutput(1, 8, cached_tokens=100, attended_tokens=25.0)], now)
-    metrics.record_step(StepReport(1, 0.02, 1, 512, refresh_seconds=0.001))
+    metrics.record_step(StepReport(1, 0.02, 1, 512, refresh_seconds=0.001, drafted_tokens=7, accepted_tokens=4))
     found = samples(metrics.text())
     assert value(found, "generation_tokens_total") == 2
     assert value(found, "time_to_first_token_seconds_count") == 1
@@ -199,6 +199,8 @@ def test_a_running_request_shows_at_once() -> None:
     assert value(found, "inter_token_latency_seconds_count") == 1
     assert value(found, "attended_tokens_total") == 25
     assert value(found, "prompt_tokens_total") == 512
+    assert value(found, "spec_decode_num_draft_tokens_total") == 7
+    assert value(found, "spec_decode_num_accepted_tokens_total") == 4
 
 
 def test_a_first_token_is_timed_once_however_the_request_ends() -> None:

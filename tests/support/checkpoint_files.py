@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,7 @@ def write_gguf(
     """
     import gguf
 
+    architecture = architecture.replace("_", "")
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     config = json.loads((model / "config.json").read_text())
     head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
@@ -101,15 +103,15 @@ def write_gguf(
     if tokens is not None:
         writer.add_token_list(tokens)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config["num_hidden_layers"])
-    for name, tensor in load_file(model / "model.safetensors").items():
+    for name, tensor in joined_experts(load_file(model / "model.safetensors")).items():
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             tensor = interleave(tensor, head_dim)
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if encode is None or tensor.dim() == 1:
-            writer.add_tensor(theirs, tensor.numpy())
+        if encode is None or tensor.dim() == 1 or "ffn_gate_inp" in theirs:  # routers have no blocks
+            writer.add_tensor(theirs, tensor.squeeze().numpy())
         else:
-            blocks, kind = encode(tensor)
-            writer.add_tensor(theirs, blocks, raw_dtype=kind)
+            blocks, kind = encode(tensor.flatten(0, -2))
+            writer.add_tensor(theirs, blocks.reshape(*tensor.shape[:-1], -1), raw_dtype=kind)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.numpy())
     if add is not None:
@@ -117,6 +119,21 @@ def write_gguf(
     count = len(writer.tensors)
     finish(writer)
     return path if count == 1 else path.with_name(f"{path.stem}-00001-of-{count:05}.gguf")
+
+
+def joined_experts(tensors: Tensors) -> Tensors:
+    """Put the matrices of a layer's experts into one tensor each, [experts, rows, columns], as GGUF files have them."""
+    joined: dict[str, Any] = {}
+    for name, tensor in sorted(tensors.items()):
+        found = re.fullmatch(r"(.*\.experts)\.(\d+)(\..*)", name)
+        if found is None:
+            joined[name] = tensor
+        else:
+            joined.setdefault(found[1] + found[3], {})[int(found[2])] = tensor
+    return {
+        name: torch.stack([parts[number] for number in range(len(parts))]) if isinstance(parts, dict) else parts
+        for name, parts in joined.items()
+    }
 
 
 def add_tokenizer(writer: Any, backend: Any, model: str, split: str | None = None, **ids: int) -> None:
@@ -171,6 +188,12 @@ def _add_metadata(writer: Any, config: dict[str, Any], head_dim: int) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_key_length(head_dim)
     writer.add_eos_token_id(config["eos_token_id"])
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_experts", config.get("num_local_experts")))
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if "shared_expert_intermediate_size" in config:
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
 def interleave(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:

@@ -142,7 +142,7 @@ def make_indexes(config: EngineConfig, cache: Cache) -> list[Index]:
                 reuses_prefixes=reuses_prefixes(config),
             )
         )
-        for layer in range(model.num_layers)
+        for layer in range(len(model.row_layers))
     ]
 
 

@@ -20,6 +20,7 @@ from tests.support.structs import KERNEL, compiled_part
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.weight_only import INT8_ASYMMETRIC, NONE
 from kvseek.engine.loading.memory import HOPPER, UnloadedKernels
+from kvseek.kernels.cuda.layer.experts import DOWN_WARPS
 from kvseek.kernels.cuda.layer.products import SHAPES, Format
 from kvseek.plugins.sources import package_roots
 
@@ -32,7 +33,7 @@ SOURCES = {
 DRAW = "kernels/cuda/draw/draw.cu"
 ATTENTION = "kernels/cuda/attention/attend.cu"
 EXPERTS = ("kernels/cuda/layer/routing.cu", "kernels/cuda/layer/products.cu")
-EXPERTS_KERNELS = (EXPERTS[0], "kernels/cuda/layer/experts.cuh")
+DELTA_NET = "kernels/cuda/layer/delta_net.cu"
 HEADER = Path(__file__).parent / "emulated_cuda/cuda.h"
 STAND_INS = ("cuda_bf16.h", "cuda_fp16.h", "kernels/cuda/instructions.cuh")
 DYNAMIC = re.compile(r"extern __shared__ __align__\(16\) unsigned char (\w+)\[\];")
@@ -100,11 +101,27 @@ def emulated_attention(dtype: str, head_dim: int, group_size: int, rounded_rows:
 
 
 @cache
-def emulated_experts(dtype: str, precision: str) -> EmulatedKernels:
+def emulated_delta_net(dtype: str) -> EmulatedKernels:
+    """Compile the kernel of Gated DeltaNet layers."""
+    with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
+        return EmulatedKernels(_compile(Specialisation(dtype, 64, 1, "", delta_net=True), [DELTA_NET], folder))
+
+
+@cache
+def emulated_experts(dtype: str, precision: str, asymmetric: bool = False) -> EmulatedKernels:
     """Compile the kernels of mixtures of experts."""
     with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
-        unit = Specialisation(dtype, 64, 1, "", weight_only_precision=precision, experts=True)
-        return EmulatedKernels(_compile(unit, EXPERTS, folder, EXPERTS_KERNELS))
+        unit = Specialisation(dtype, 64, 1, "", weight_only_precision=precision, asymmetric=asymmetric, experts=True)
+        return EmulatedKernels(_compile(unit, EXPERTS, folder, EXPERTS[:1], expert_kernels(asymmetric)))
+
+
+def expert_kernels(asymmetric: bool) -> dict[str, str]:
+    """Kernels that the macros of experts.cuh make, and the structs that they take."""
+    found = dict[str, str]()
+    for name in ("kvseek_expert", *(("kvseek_asymmetric_expert",) if asymmetric else ())):
+        found[f"{name}_gate_up"] = "kvseek::ExpertGateUpArguments"
+        found |= dict.fromkeys((f"{name}_down_{warps}" for warps in DOWN_WARPS), "kvseek::ExpertDownArguments")
+    return found
 
 
 @cache

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.live_server import is_ready
-from tests.support.waiting import wait_for
 
 from kvseek.server.ports import Ports
 
 KVSEEK = (sys.executable, "-m", "kvseek.cli.main")
-START_SECONDS = 180.0
+START_SECONDS = 90.0
+# Triton takes the process of a model for dead that gets no CPU for a second while it initialises, and then waits for its end,
+# without limit: for this alone a server is started again.
+TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,19 @@ def own_triton(repository: Path, log: Path, temporary: Path) -> Iterator[OwnTrit
     temporary : Path
         TMPDIR of the server: engine processes are looked for there.
     """
-    with Ports(0, 0, 0, 0).hold("127.0.0.1", socket.SO_REUSEADDR) as ports:
-        yield from _running(ports, repository, log, temporary)
+    for tries_left in range(TRIES - 1, -1, -1):
+        with Ports(0, 0, 0, 0).hold("127.0.0.1", socket.SO_REUSEADDR) as ports:
+            server = _started(ports, repository, log, temporary)
+            try:
+                if _becomes_ready(server, log):
+                    yield server
+                    return
+                assert tries_left, f"not ready within {START_SECONDS:g} s: {log.read_text(errors='replace')[-4000:]}"
+            finally:
+                end(server.process)
 
 
-def _running(ports: Ports, repository: Path, log: Path, temporary: Path) -> Iterator[OwnTriton]:
+def _started(ports: Ports, repository: Path, log: Path, temporary: Path) -> OwnTriton:
     flags = [f"--{kind}-address=127.0.0.1" for kind in ("http", "grpc", "metrics")]
     flags += [f"--{kind}-header-forward-pattern=[Aa]uthorization" for kind in ("http", "grpc")]
     flags += [f"--{kind}-port={getattr(ports, kind)}" for kind in ("http", "grpc", "metrics")]
@@ -53,12 +64,14 @@ def _running(ports: Ports, repository: Path, log: Path, temporary: Path) -> Iter
         process = subprocess.Popen(
             command, stdout=file, stderr=file, env=environment(temporary), start_new_session=True
         )
-    try:
-        server = OwnTriton(process, f"127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}")
-        wait_for(lambda: _is_ready(server, log), "Triton is ready", START_SECONDS)
-        yield server
-    finally:
-        end(process)
+    return OwnTriton(process, f"127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}")
+
+
+def _becomes_ready(server: OwnTriton, log: Path) -> bool:
+    deadline = time.monotonic() + START_SECONDS
+    while not (ready := _is_ready(server, log)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return ready
 
 
 def end(process: subprocess.Popen[Any]) -> int:

@@ -9,6 +9,7 @@ import torch
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 MIXTURES = ("qwen2_moe", "qwen3_moe")
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 VOCABULARY = 384
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|pad|>")  # ids 0, 1, 2
 CORPUS = ("the harbour master wrote the log", "the light was lit at dusk", "one ship, two ships, three ships in 1931")
@@ -51,6 +52,25 @@ ARCHITECTURE_SHAPE: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+DELTA_SHAPE = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+EXPERTS_SHAPE = {
+    "moe_intermediate_size": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 64,
+}
+ARCHITECTURE_SHAPE |= {
+    "qwen3_next": {**DELTA_SHAPE, **EXPERTS_SHAPE, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen3_5": DELTA_SHAPE,
+    "qwen3_5_moe": {**DELTA_SHAPE, **EXPERTS_SHAPE},
+}
 
 
 def save_random_model(directory: Path, architecture: str, *, max_shard_size: str = "1GB", **config: Any) -> Path:
@@ -59,7 +79,8 @@ def save_random_model(directory: Path, architecture: str, *, max_shard_size: str
     Parameters
     ----------
     architecture : str
-        One of ARCHITECTURES, MIXTURES, or mistral. Six query heads, two KV heads of 32 channels, three layers, 1,024 positions.
+        One of ARCHITECTURES, MIXTURES, HYBRIDS, or mistral. Six query heads, two KV heads of 32 channels, three layers, 1,024
+        positions.
     max_shard_size : str
         As save_pretrained takes it; a small one makes several shards.
     **config
@@ -68,11 +89,12 @@ def save_random_model(directory: Path, architecture: str, *, max_shard_size: str
     import transformers
 
     prefix = class_prefix(architecture)
-    config_class = getattr(transformers, f"{prefix}Config")
+    text = "Text" * architecture.startswith("qwen3_5")
+    config_class = getattr(transformers, f"{prefix}{text}Config")
     values = {**SHAPE, **ARCHITECTURE_SHAPE[architecture], **config}
     torch.manual_seed(20)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config_class(**values))
-    _randomise(model)
+    randomise(model)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     save_tokenizer(directory)
     return directory
@@ -80,14 +102,17 @@ def save_random_model(directory: Path, architecture: str, *, max_shard_size: str
 
 def class_prefix(architecture: str) -> str:
     """What the names of transformers' classes begin with."""
-    return "".join(part.capitalize() for part in architecture.split("_"))
+    return "".join(part.capitalize() for part in architecture.split("_")).replace("Qwen35", "Qwen3_5")
 
 
-def _randomise(model: torch.nn.Module) -> None:
+def randomise(model: torch.nn.Module) -> None:
     """Give every parameter values that matter: transformers starts biases at 0 and norms at 1, where mistakes hide."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            centred = hasattr(model.config, "linear_key_head_dim") and "linear_attn" not in name
+            torch.nn.init.uniform_(parameter, 0.5 - centred, 1.5 - centred)
+        elif name.endswith("A_log"):
+            torch.nn.init.uniform_(parameter, -4.0, 1.0)
         elif name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
         else:

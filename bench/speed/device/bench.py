@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -101,7 +100,7 @@ class Bench:
         torch.cuda.set_device(self.device)
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
         self.model = get_shape(arguments.shape, max(cell.context for cell in cells) + ROOM)
-        self.model = dataclasses.replace(self.model, num_layers=layers or self.model.num_layers)
+        self.model = self.model.first_layers(layers or self.model.num_layers)
         self._kernels: dict[str, CudaKernels] = {}
         self._library: CpuLibrary | None = None
         self._needs: dict[str, IndexNeeds] = {}
@@ -153,7 +152,7 @@ class Bench:
     def phases(self, offloads: Sequence[str], cells: Sequence[Cell] | None = None) -> list[Phase]:
         """See plan_phases; of all cells, unless some are given."""
         chosen = self.cells if cells is None else cells
-        share = self.dense_layers / self.model.num_layers
+        share = self.dense_layers / len(self.model.row_layers)
         return plan_phases(self.region_cache, chosen, offloads, ROOM, self.needs, self.limits, share)
 
     def config(self, variant: Variant, cells: Sequence[Cell]) -> EngineConfig:
@@ -166,7 +165,7 @@ class Bench:
 
     def device_layers(self, offload: str, cells: Sequence[Cell]) -> int:
         """Layers whose rows lie on the device in a pool for these cells; of "auto", as many as memory holds."""
-        layers = self.model.num_layers
+        layers = len(self.model.row_layers)
         if offload != "auto":
             return layers if offload == "never" else min(layers, self.dense_layers)
         extents, most = self.extents(cells), max(cell.batch for cell in cells) + 1
@@ -178,7 +177,7 @@ class Bench:
         """Rows for the largest of the cells, whatever the method: pinning memory takes long. Raises CapacityError."""
         config, on_device = self.config(self.variants[0], cells), self.device_layers(offload, cells)
         layer_bytes = layer_extent_bytes(config, self.dtype)
-        layout = RowLayout(self.extents(cells), on_device, self.model.num_layers - on_device, layer_bytes)
+        layout = RowLayout(self.extents(cells), on_device, len(self.model.row_layers) - on_device, layer_bytes)
         return RowStorage(config, self.dtype, self.device, layout)
 
     def new_cache(self, rows: RowStorage, variant: Variant, cells: Sequence[Cell]) -> Cache:

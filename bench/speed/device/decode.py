@@ -86,7 +86,7 @@ def decode_result(
             "dense_floor_seconds": dense_floor(bench.config(bench.variants[0], [cell]), step, itemsize, rates),
             "index_bytes_per_token_and_kv_head": index,
             "upkeep_seconds": statistics.mean(contestant.upkeep[contestant.warmup :]),
-            "index_bytes": index * bench.model.num_kv_heads * bench.model.num_layers * retrieval * cell.batch,
+            "index_bytes": index * bench.model.num_kv_heads * len(bench.model.row_layers) * retrieval * cell.batch,
             "memory": memory(bench, contestant),
         },
         samples.seconds,

@@ -144,7 +144,7 @@ class Filler:
         self.source = SyntheticKeys(model.num_kv_heads, model.head_dim, device, seed)
         self._keys = self.source.keys(longest, dtype)
         self._values = self.source.values(min(longest, CHUNK_TOKENS), dtype)
-        self.signs = [self.source.signs(dtype) for _ in range(model.num_layers)]
+        self.signs = [self.source.signs(dtype) for _ in model.row_layers]
         self.queries = self.source.queries(model.num_heads, LAST_QUERIES, dtype)
         self._group, self._room = model.group_size, room
 

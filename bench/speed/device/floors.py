@@ -21,7 +21,7 @@ from kvseek.bench.machine import PlainRead
 from kvseek.bench.speed.shapes import matrix_bytes
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.cache.memory_layout import part_bytes
+from kvseek.engine.cache.memory_layout import part_bytes, slot_state_bytes
 from kvseek.plugins.measurements import SelectionCosts
 from kvseek.plugins.registry import get_method
 
@@ -46,6 +46,7 @@ class Work:
     """Bytes that one decode step moves, by part."""
 
     weights: float
+    states: float = 0.0  # read and written, of layers that keep no rows
     scan: float = 0.0
     rerank: float = 0.0
     device_rows: float = 0.0
@@ -93,12 +94,13 @@ def costs_of(config: EngineConfig, length: int, itemsize: int) -> SelectionCosts
 def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
     """What a step moves; raises ConfigError for a method that does not say it."""
     costs, model = costs_of(config, step.retrieval, itemsize), config.model
+    layers = len(model.row_layers)
     window_row, row = (
         2 * size for size in (model.head_dim * itemsize, part_bytes(config.cache, model.head_dim, itemsize))
     )
-    dense = min(costs.dense_layers, model.num_layers)
-    dense_on_host = max(0, dense - (model.num_layers - step.host_layers))
-    selecting, on_host = model.num_layers - dense, step.host_layers - dense_on_host
+    dense = min(costs.dense_layers, layers)
+    dense_on_host = max(0, dense - (layers - step.host_layers))
+    selecting, on_host = layers - dense, step.host_layers - dense_on_host
     heads = step.batch * model.num_kv_heads
     at_home = heads * costs.rows * (selecting - on_host * (1 - step.hit_rate))
     at_home += heads * step.retrieval * (dense - dense_on_host)
@@ -107,9 +109,10 @@ def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
     whole = heads * dense_on_host * step.retrieval * row
     return Work(
         weights=float(matrix_bytes(config, step.batch)),
+        states=2.0 * step.batch * slot_state_bytes(model, getattr(torch, config.dtype)),
         scan=heads * selecting * costs.index_bytes,
         rerank=heads * selecting * costs.rerank_bytes + keys * (selecting - on_host) * row / 2,
-        device_rows=at_home * row + heads * step.window * model.num_layers * window_row,
+        device_rows=at_home * row + heads * step.window * layers * window_row,
         host_rows=whole + (0 if costs.host_cores else away),
         host_cores=away if costs.host_cores else 0,
     )

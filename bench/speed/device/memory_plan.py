@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from kvseek.bench.speed.shapes import matrix_bytes, row_numbers
 from kvseek.bench.variants import PLAIN, WeightForm
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import extents_for
+from kvseek.engine.cache.memory_layout import slot_state_bytes
 
 GIB = 1 << 30
 SLOT_STRIDE = 4099  # tokens between the beginnings of two slots' texts: no two requests hold the same keys
@@ -64,7 +67,8 @@ class Needs:
         apart = not model.tie_word_embeddings or config.quantize_lm_head  # embedding and head
         embedding = model.vocab_size * model.hidden_size * apart * itemsize
         rows, weights = row_numbers(model) * itemsize, matrix_bytes(config) + embedding
-        return cls(weights, rows * window, rows * EXTENT_TOKENS, index, form)
+        states = slot_state_bytes(model, getattr(torch, config.dtype))
+        return cls(weights, rows * window + states, rows * EXTENT_TOKENS, index, form)
 
     @classmethod
     def most(cls, needs: Sequence[Needs]) -> Needs:

@@ -55,7 +55,7 @@ def ask(engine: Engine, document: Sequence[int], count: int, generator: torch.Ge
 def make_rows(bench: Bench, config: EngineConfig, context: int, offload: str) -> RowStorage:
     """Random rows for a document, and room for a copy of them if a method's requests share none."""
     copies = any(variant.entry.traits(variant.settings).prefix_reuse == "copies" for variant in bench.variants)
-    layers, capacity = config.model.num_layers, (1 + copies) * extents_for(context) + SPARE_EXTENTS
+    layers, capacity = len(config.model.row_layers), (1 + copies) * extents_for(context) + SPARE_EXTENTS
     on_device = layers if offload == "never" else 0
     layout = RowLayout(capacity, on_device, layers - on_device, layer_extent_bytes(config, bench.dtype))
     rows = RowStorage(config, bench.dtype, bench.device, layout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
@@ -21,6 +22,7 @@ from kvseek.core.extents import extents_for
 from kvseek.core.request import DEFAULT_RETENTION_PRIORITY, EndedSession, Session
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix
+from kvseek.engine.cache.states import Snapshot
 from kvseek.plugins.contract import Index, Traits
 
 from .store import PrefixLoader, PrefixStore
@@ -159,6 +161,8 @@ class PrefixCache:
         self._read: set[int] = set()  # slots whose prompt has been read to its end
         self._used: dict[int, set[Node]] = {}  # by slot: kept nodes whose rows it has read or left
         self._doubtful: set[int] = set()  # slots with rows of nodes that were discarded
+        # Of a hybrid: where each snapshot is kept, least recently used first.
+        self._snapshots: OrderedDict[Snapshot, dict[Node, int]] = OrderedDict()
         self._loader = None if store is None else PrefixLoader(cache, store, self._make_room)
         layout, most = cache.rows.layout, cache.config.reuse_host_bytes
         self._most = layout.capacity
@@ -186,8 +190,14 @@ class PrefixCache:
             where last bits depend on how a prompt is read, no more are found.
         """
         match = self._tree.match(salt, self._reusable(tokens, before))
+        state = None
+        if self.cache.states is not None:  # a hybrid goes on where there are states
+            state = match.latest_state()
+            match = self._tree.match(salt, tokens[: 0 if state is None else state.tokens * TOKEN_BYTES])
         if not match.tokens:
             return None
+        if state is not None:
+            self._snapshots.move_to_end(state)
         places = self.cache.retrieval_tokens(len(tokens) // TOKEN_BYTES)
         found = max(0, match.tokens - self.cache.config.sink)
         extents = tuple(node.extent for node in match.nodes)[: max(1, extents_for(found))]
@@ -195,7 +205,7 @@ class PrefixCache:
         if sparse:  # the slot begins with the prefix alone, the last of which lies in the window
             places = self.cache.retrieval_tokens(match.tokens)
         shared = 0 if self._traits.prefix_reuse == "copies" else min(found, places) // EXTENT_TOKENS
-        return Prefix(match.tokens, extents, shared, sparse, sink_rows=self.rows.sink_rows[extents[0]])
+        return Prefix(match.tokens, extents, shared, sparse, sink_rows=self.rows.sink_rows[extents[0]], state=state)
 
     def _reusable(self, prompt: bytes, before: int | None) -> bytes:
         """Return the part of a prompt that need not be read if it is kept."""
@@ -219,6 +229,8 @@ class PrefixCache:
         stay = bisect_right(list(taken), room)
         if stay == len(prefix.extents):
             return prefix
+        if prefix.state is not None:  # whose states are those of all of its tokens
+            return None
         if stay == 0 or stay < prefix.shared:  # the latter only if the request does not fit at all
             return None
         left = self.cache.config.sink + stay * EXTENT_TOKENS
@@ -326,7 +338,7 @@ class PrefixCache:
         It must be where rows of the prompt are missing, and where an index is made of a prompt as a whole. What steps have
         written comes from the request's own nodes alone: another prompt with the same tokens may have other rows of them.
         """
-        if self._traits.prefix_reuse != "entries" or not left.nodes:
+        if self._traits.prefix_reuse != "entries" or not left.nodes or self.cache.states is not None:
             return None
         sink, match = self.cache.config.sink, self._tree.match(salt, left.tokens)
         # Nodes of the prompt alone, which may be another request's where equal tokens have equal rows.
@@ -362,6 +374,7 @@ class PrefixCache:
         if all(node.extent == extent for node, extent in zip(nodes, extents, strict=False)):
             self._insert(slot, tokens, salt, extents)
             self._used.setdefault(slot, set()).update(self._tree.whole_nodes(salt, tokens))
+        self._keep_states(slot, tokens, salt)
 
     def discard(self, slot: int) -> None:
         """Keep nothing any longer that a slot's request has used or left, nor what continues it, in memory and on disk.
@@ -396,6 +409,9 @@ class PrefixCache:
             try:
                 if leaves_window and count <= self._reach:
                     self._keep(slot, tokens, salt, session)
+                    if self.cache.states is not None and self.cache.tokens[slot] == count:
+                        self.cache.states.take(slot, count)
+                    self._keep_states(slot, tokens, salt)
                     self._write(tokens, salt)
             except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on
                 logger.warning("the rows of a request are not kept for later ones: %s", str(error).splitlines()[0])
@@ -455,6 +471,25 @@ class PrefixCache:
         self.rows.complete(slot, len(nodes) * EXTENT_TOKENS, places)
         self._insert(slot, tokens, salt, self._extents.of_slot(slot))
 
+    def _keep_states(self, slot: int, tokens: bytes, salt: str | None) -> None:
+        """Keep a hybrid's snapshots of a slot with the nodes of its tokens, as far as there are such."""
+        if self.cache.states is None:
+            return
+        made, match = self.cache.states.made.get(slot, {}), self._tree.match(salt, tokens)
+        prefix = self.cache.prefixes.get(slot)
+        if prefix is not None and prefix.state is not None:  # by which whoever continues this sequence finds it, too
+            made = {prefix.tokens: prefix.state} | made
+        for place, snapshot in made.items():
+            found = match.node_of(place) if place <= match.tokens else None
+            if found is not None and found[1] not in found[0].states:
+                node, within = found
+                node.states[within] = snapshot
+                self._snapshots.setdefault(snapshot, {})[node] = within
+        while sum(one.nbytes for one in self._snapshots) > self.cache.config.reuse_state_bytes:
+            _, places = self._snapshots.popitem(last=False)
+            for node, within in places.items():
+                del node.states[within]
+
     def _make_room(self, slot: int, places: int, session: Session | None = None) -> int:
         """Give a slot extents for so many places, as far as nobody uses them; returns the number of places that fit.
 
@@ -473,6 +508,9 @@ class PrefixCache:
             self.rows.keep(slot, [node.extent for node in added], added[0].parent is None)
         for old, new in removed.items():
             self.sessions.replace(old, new)
+            for within, snapshot in old.states.items():  # the new one begins with the old one's tokens
+                new.states.setdefault(within, snapshot)
+                self._snapshots[snapshot] |= {new: within} if new.states[within] is snapshot else {}
         self._forget(list(removed))
 
     def _evict(self, count: int, most: int | None = None) -> None:
@@ -490,4 +528,9 @@ class PrefixCache:
             self.rows.forget([node.extent for node in nodes])
         for node in nodes:
             self.sessions.forget(node)
+            for snapshot in node.states.values():
+                places = self._snapshots[snapshot]
+                del places[node]
+                if not places:
+                    del self._snapshots[snapshot]
         return unwritten

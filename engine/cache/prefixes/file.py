@@ -64,7 +64,9 @@ class RowShape:
         """Return the sizes of the rows of an engine."""
         model = config.model
         row_bytes = 2 * model.head_dim * ELEMENT_BYTES[config.dtype]
-        return cls(model.num_layers, model.num_kv_heads, model.head_dim, config.dtype, row_bytes, config.cache.sink)
+        return cls(
+            len(model.row_layers), model.num_kv_heads, model.head_dim, config.dtype, row_bytes, config.cache.sink
+        )
 
     @property
     def most_file_bytes(self) -> int:

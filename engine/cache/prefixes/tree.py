@@ -25,6 +25,7 @@ from operator import attrgetter, itemgetter
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.request import DEFAULT_RETENTION_PRIORITY, Session
+from kvseek.engine.cache.states import Snapshot
 
 TOKEN_BYTES = 4
 KEY_BYTES = 16
@@ -131,6 +132,8 @@ class Node:
         None: the first node of a sequence.
     tokens : bytes
         The tokens that the node stands for.
+    states : dict of int to Snapshot
+        Of a hybrid, by how many of these tokens lie before.
     """
 
     key: bytes
@@ -139,6 +142,7 @@ class Node:
     extent: int
     tokens: bytes
     children: Siblings = field(default_factory=Siblings, repr=False)
+    states: dict[int, Snapshot] = field(default_factory=dict, repr=False)
 
     @property
     def before(self) -> bytes:
@@ -152,6 +156,26 @@ class Match:
 
     nodes: tuple[Node, ...] = ()
     tokens: int = 0
+
+    def latest_state(self) -> Snapshot | None:
+        """Return the snapshot of most of these tokens."""
+        last = self.tokens
+        for node in reversed(self.nodes):
+            first = self._before(node)
+            if fitting := [place for place in node.states if first + place <= last]:
+                return node.states[max(fitting)]
+        return None
+
+    def node_of(self, place: int) -> tuple[Node, int] | None:
+        """Return the node that has the token before a place of the sequence, and how many of its tokens lie before the place."""
+        for node in self.nodes:
+            if place * TOKEN_BYTES <= len(node.tokens):
+                return node, place
+            place -= len(node.tokens) // TOKEN_BYTES
+        return None
+
+    def _before(self, node: Node) -> int:
+        return sum(len(one.tokens) for one in self.nodes[: self.nodes.index(node)]) // TOKEN_BYTES
 
 
 class PrefixTree:

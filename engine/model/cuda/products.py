@@ -194,9 +194,9 @@ class KernelProducts(Products):
 
     def _make(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None, most: int) -> Linear:
         made = KernelLinear(self._kernels, weight, scale, bias, fp8_prompts=self._fp8_prompts)
-        key = weight.shape, weight.dtype, bias is not None  # two weights of 4 bits lie in one element
+        key = weight.shape, weight.dtype, bias is not None
         if key not in self._counts:
-            inputs = weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
+            inputs = self._kernels.formats.of(weight, scale).inputs(weight)
             like = torch.empty(inputs, dtype=self.dtype, device=weight.device)
             self._counts[key] = RowCounts.of(made.prompt_product(), like, most)
         made.counts = self._counts[key]

@@ -17,7 +17,7 @@ from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for, pack
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.rope import Rotation
 from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
-from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, draw_once, sampled
+from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, Verification, draw_once, sampled
 from kvseek.engine.model.decoder import Decoder, PromptModel
 from kvseek.engine.model.layer import WeightsModel
 from kvseek.engine.retrieval import Retrieval
@@ -146,7 +146,7 @@ class GraphDecoder(Decoder):
     graphs : bool
         Capture decode steps as CUDA graphs, each when its bucket is first used; False launches kernel by kernel.
     reader : GraphDecoder, optional
-        What reads the model's prompts in blocks, and is closed with this decoder.
+        What reads the model's prompts in blocks and verifies drafts, and is closed with this decoder.
 
     Raises
     ------
@@ -241,6 +241,48 @@ class GraphDecoder(Decoder):
 
         return Launched(attended, collect, selected)
 
+    @property
+    def most_rows(self) -> int:
+        """See Decoder. Indexes have room for the regions of so many requests, whichever slots they are of."""
+        return self.retrieval.config.max_batch_size
+
+    def prepare_to_verify(self) -> None:
+        """See Decoder. Several rows of a slot would write to the same hot rows, so another graph of each size runs without."""
+        if self.retrieval.hot_rows and self._reader is None:
+            self._reader = cold_decoder(self.model, self.retrieval)
+            self._reader.prepare()
+
+    @torch.inference_mode()
+    def verify(self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY) -> Verification:
+        """See Decoder. Greedy tokens of all rows are copied at once; the host waits for each draw at random."""
+        own = self if self._reader is None else self._reader
+        with wait_on_error(self._device):
+            step = own.step(bucket_of(len(slots)))
+            states, attended = self.retrieval.begin_step(tokens, slots)
+            recorder = self.retrieval.recorder_of(states, attended, wanted, together=True)
+            step.load(states)
+            with own.retrieval.recording(recorder):
+                result = step.launch(replays=recorder is None)
+            selected: RowsBySlot = dict if recorder is None else recorder.begin()
+            copies, made = HostCopy([result.tokens]), list[int]()
+
+        @torch.inference_mode()
+        def draw(rows: Sequence[int], samplers: Sequence[Sampler | None]) -> list[Drawn | int]:
+            with wait_on_error(self._device):
+                numbers, drawing = sampled(samplers)
+                drawn = [rows[number] for number in numbers]
+                others = iter(draw_once(self._sampling, result.logits, drawn, drawing) if drawn else ())
+                if not made:
+                    made.extend(copies.wait()[0].tolist())
+            return [made[row] if s is None else next(others) for row, s in zip(rows, samplers, strict=True)]
+
+        return Verification(attended, draw, selected)
+
+    @torch.inference_mode()
+    def accept(self, slots: Sequence[int], surplus: Sequence[int]) -> None:
+        with wait_on_error(self._device):
+            self.retrieval.accept(slots, surplus)
+
     @torch.inference_mode()
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         """See Decoder. The logits are numbers of the engine's dtype, as all that its head computes."""
@@ -327,15 +369,18 @@ class KernelModel(WeightsModel):
         x, rotation = self.ops.step_begin(batch, self.embed.weight, self.embed.first)
         x = self.embed.complete(x)
         mark("begin")
-        delta: Tensor | None = None
-        for number, layer in enumerate(self.layers):
-            attend = partial(self.retrieval.attend, number, batch=batch)
-            window = self.retrieval.cache.window[number]
-            delta = layer.decode(self.ops, batch, x, delta, rotation, window, attend, mark)
+        delta = self.decode_layers(batch, x, rotation, partial(self.retrieval.attend, batch=batch), mark)
         logits = self.head.project(self.ops.add_rms_norm(x, delta, self.head.norm))
         result = StepResult(logits, self.ops.argmax(logits, batch))
         mark("head")
         return result
+
+
+def cold_decoder(model: StepModel, retrieval: Retrieval) -> GraphDecoder:
+    """Make a decoder of a model of weights that neither reads nor writes hot rows, and draws no tokens."""
+    assert isinstance(model, KernelModel), "plans read no blocks, and verify no drafts"
+    cold = retrieval.without_hot_rows()
+    return GraphDecoder(model.with_retrieval(cold), cold)
 
 
 def layer_kernels(

@@ -278,6 +278,7 @@ class RankLayerKernels(LayerKernels):
             stop=inboxes.stop.data_ptr(),
             hidden=x.shape[1],
             epsilon=self.model.rms_norm_eps,
+            centre=self._centre,
             rank=inboxes.rank,
             ranks=inboxes.addresses.numel(),
             capacity=inboxes.counts.numel(),

@@ -21,10 +21,11 @@ struct AddRmsNormArguments {
     int64_t rows, hidden;
     int64_t bfloat16, threads;
     double epsilon;
+    double centre;  // added to each weight
 };
 
 struct RopeAppendArguments {
-    const void* qkv;          // Number [rows, (H + 2G) * D]
+    const void* qkv;          // Number [rows, numbers], of which the first (H + 2G) * D are read
     const Request* requests;  // [rows]
     const float* cosines;     // [rows, D/2]
     const float* sines;       // [rows, D/2]
@@ -32,13 +33,14 @@ struct RopeAppendArguments {
     const void* k_norm;       // Number [D], or null
     void* queries;            // Number [rows, H, D]
     void* window;             // Number [slots, G, window_rows, 2, D]
-    int64_t rows, heads, kv_heads, dim, window_rows;
+    int64_t rows, heads, kv_heads, dim, window_rows, numbers;
     int64_t bfloat16, threads;
     double epsilon;
+    double centre;  // added to each weight of q_norm and k_norm
 };
 
 struct RopePromptArguments {
-    const void* qkv;       // Number [rows, (H + 2G) * D]
+    const void* qkv;       // Number [rows, numbers], of which the first (H + 2G) * D are read
     const float* cosines;  // [rows, D/2]
     const float* sines;    // [rows, D/2]
     const void* q_norm;    // Number [D], or null
@@ -46,10 +48,11 @@ struct RopePromptArguments {
     void* queries;         // Number [rows, H, D]
     void* keys;            // Number [G, tokens, D], from the first row's token on
     void* values;          // likewise
-    int64_t rows, heads, kv_heads, dim;
+    int64_t rows, heads, kv_heads, dim, numbers;
     int64_t distance;  // tokens from one KV head to the next
     int64_t bfloat16, threads;
     double epsilon;
+    double centre;  // added to each weight of q_norm and k_norm
 };
 
 struct SiluMulArguments {
@@ -111,9 +114,9 @@ inline float inverse_rms(float squares, int64_t size, double epsilon) {
     return 1.0f / __builtin_sqrtf(squares / static_cast<float>(size) + static_cast<float>(epsilon));
 }
 
-// x += delta; out = x / rms(x) * weight. What is squared is x as it was stored.
+// x += delta; out = x / rms(x) * (weight + centre). What is squared is x as it was stored.
 template <class T>
-void add_rms_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t hidden, double epsilon) {
+void add_rms_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t hidden, double epsilon, float centre) {
     if (delta != nullptr) {
         for_each_vector(hidden, [&](int64_t at, auto lanes) {
             store(x + at, load(x + at, lanes) + load(delta + at, lanes), lanes);
@@ -126,7 +129,7 @@ void add_rms_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t hid
     });
     const float scale = inverse_rms(sum(squares), hidden, epsilon);
     for_each_vector(hidden, [&](int64_t at, auto lanes) {
-        store(out + at, load(x + at, lanes) * scale * load(weight + at, lanes), lanes);
+        store(out + at, load(x + at, lanes) * scale * (load(weight + at, lanes) + centre), lanes);
     });
 }
 
@@ -137,7 +140,8 @@ void add_rms_norm_rows(const AddRmsNormArguments& a) {
     for_each_part(a.threads, a.rows, a.hidden, [&](int64_t first, int64_t last) {
         for (int64_t row = first; row < last; row++) {
             const int64_t at = row * a.hidden;
-            add_rms_norm_row(x + at, delta == nullptr ? nullptr : delta + at, weight, out + at, a.hidden, a.epsilon);
+            add_rms_norm_row(x + at, delta == nullptr ? nullptr : delta + at, weight, out + at, a.hidden, a.epsilon,
+                             static_cast<float>(a.centre));
         }
     });
 }
@@ -145,7 +149,7 @@ void add_rms_norm_rows(const AddRmsNormArguments& a) {
 // Normalise a head's D numbers if there is a weight, rotate the pairs (i, i + D/2), store.
 template <class T>
 void rotate_head(const T* from, T* to, const float* cosines, const float* sines, const T* norm, int64_t dim,
-                 double epsilon) {
+                 double epsilon, float centre) {
     const int64_t pairs = dim / 2;
     float scale = 1.0f;
     if (norm != nullptr) {
@@ -159,8 +163,8 @@ void rotate_head(const T* from, T* to, const float* cosines, const float* sines,
     for_each_vector(pairs, [&](int64_t at, auto lanes) {
         Vec a = load(from + at, lanes), b = load(from + at + pairs, lanes);
         if (norm != nullptr) {
-            a *= scale * load(norm + at, lanes);
-            b *= scale * load(norm + at + pairs, lanes);
+            a *= scale * (load(norm + at, lanes) + centre);
+            b *= scale * (load(norm + at + pairs, lanes) + centre);
         }
         const Vec cosine = load(cosines + at, lanes), sine = load(sines + at, lanes);
         store(to + at, a * cosine - b * sine, lanes);
@@ -172,14 +176,15 @@ void rotate_head(const T* from, T* to, const float* cosines, const float* sines,
 // key_of(g) and value_of(g).
 template <class T, class Arguments, class KeyOf, class ValueOf>
 void split_row(const Arguments& a, int64_t row, const KeyOf& key_of, const ValueOf& value_of) {
-    const T* from = static_cast<const T*>(a.qkv) + row * (a.heads + 2 * a.kv_heads) * a.dim;
+    const T* from = static_cast<const T*>(a.qkv) + row * a.numbers;
+    const float centre = static_cast<float>(a.centre);
     const T *q_norm = static_cast<const T*>(a.q_norm), *k_norm = static_cast<const T*>(a.k_norm);
     const float *cosines = a.cosines + row * a.dim / 2, *sines = a.sines + row * a.dim / 2;
     T* queries = static_cast<T*>(a.queries) + row * a.heads * a.dim;
     for (int64_t head = 0; head < a.heads; head++, from += a.dim)
-        rotate_head(from, queries + head * a.dim, cosines, sines, q_norm, a.dim, a.epsilon);
+        rotate_head(from, queries + head * a.dim, cosines, sines, q_norm, a.dim, a.epsilon, centre);
     for (int64_t head = 0; head < a.kv_heads; head++, from += a.dim)
-        rotate_head(from, key_of(head), cosines, sines, k_norm, a.dim, a.epsilon);
+        rotate_head(from, key_of(head), cosines, sines, k_norm, a.dim, a.epsilon, centre);
     for (int64_t head = 0; head < a.kv_heads; head++, from += a.dim)
         std::memcpy(value_of(head), from, a.dim * sizeof(T));
 }

@@ -45,31 +45,30 @@ constexpr int OUTPUTS = 16;  // of a tile
 constexpr int PARTS = 2;     // of a row's blocks in kvseek_expert_down: two warps add theirs, and a + b is b + a
 constexpr int LINE = 128;    // bytes of a row that are a block
 
-// The shape of a kernel, the bytes of `count` weights, and the bytes of the scales of a row.
+// The shape of a kernel for weights of a format, the bytes of `count` weights, and the bytes of the scales of a row.
 #if KVSEEK_WEIGHT >= 3
-template <int SPLIT, bool GATED>
-using ShapeOf = groups::Shape<Layers, SPLIT, 1, 2, 1, 2, GATED>;
+template <class Format, int SPLIT, bool GATED>
+using ShapeOf = groups::Shape<Format, SPLIT, 1, 2, 1, 2, GATED>;
 template <class S>
 using SharedOf = groups::Shared<S>;
+template <class S>
 __device__ __forceinline__ constexpr long long weight_bytes(long long count) {
-    return count * Layers::BITS / 8;
+    return count * S::Format::BITS / 8;
 }
+template <class S>
 __device__ __forceinline__ constexpr long long scale_bytes(int inputs) {
-    return inputs / Layers::GROUP * static_cast<long long>(sizeof(Layers::Scale));
+    return inputs / S::Format::GROUP * static_cast<long long>(sizeof(typename S::Scale));
 }
 #else
-#if KVSEEK_WEIGHT == 0
-template <int SPLIT, bool GATED>
-using ShapeOf = Shape<Number, SPLIT, 1, 1, 2, GATED>;
-#else
-template <int SPLIT, bool GATED>
-using ShapeOf = Shape<Byte, SPLIT, 1, 1, 4, GATED>;
-#endif
+template <class Weight, int SPLIT, bool GATED>
+using ShapeOf = Shape<Weight, SPLIT, 1, 1, 4 / sizeof(Weight), GATED>;
 template <class S>
 using SharedOf = Shared<S>;
+template <class S>
 __device__ __forceinline__ constexpr long long weight_bytes(long long count) {
-    return count * static_cast<long long>(sizeof(ShapeOf<4, true>::Weight));
+    return count * static_cast<long long>(sizeof(typename S::Weight));
 }
+template <class S>
 __device__ __forceinline__ constexpr long long scale_bytes(int) {
     return sizeof(float);
 }
@@ -85,7 +84,14 @@ class PairRows {
     // As Columns::load: eight channels of a block, or of a cell of it.
     __device__ __forceinline__ RowEights<S> load(int block, int eight) const {
         RowEights<S> loaded;
-        loaded.rows[0] = *reinterpret_cast<const uint4*>(x_ + min(S::input(block, eight), inputs_ - 8));
+        const int input = S::input(block, eight);
+        if constexpr (S::TWO_GROUPS) {
+            const uint2 left = *reinterpret_cast<const uint2*>(x_ + min(input, inputs_ - 4));
+            const uint2 right = *reinterpret_cast<const uint2*>(x_ + min(input + 16, inputs_ - 4));
+            loaded.rows[0] = make_uint4(left.x, left.y, right.x, right.y);
+        } else {
+            loaded.rows[0] = *reinterpret_cast<const uint4*>(x_ + min(input, inputs_ - 8));
+        }
         return loaded;
     }
 
@@ -121,7 +127,7 @@ __device__ __forceinline__ void multiply_blocks(Sums<S>& sums, const LinearArgum
             const int later = eight + S::AHEAD;
             ahead[eight % S::AHEAD] = x.load(block + later / EIGHTS * STEP, later % EIGHTS);
 #if KVSEEK_WEIGHT >= 3
-            groups::multiply<S>(sums, group, blocks, stage, eight, current);
+            groups::multiply_cell<S>(sums, group, blocks, stage, eight, current);
 #else
             multiply<S>(sums, blocks, stage, eight, current, zero);
 #endif
@@ -131,12 +137,13 @@ __device__ __forceinline__ void multiply_blocks(Sums<S>& sums, const LinearArgum
 }
 
 // The matrix of an expert, of so many rows, of which the first `outputs` are gates, or all.
+template <class S>
 __device__ __forceinline__ LinearArguments matrix(const void* weight, const void* scale, int expert, int rows,
                                                   int outputs, int inputs) {
     LinearArguments own = {};
     const long long before = static_cast<long long>(expert) * rows;
-    own.weight = static_cast<const char*>(weight) + weight_bytes(before * inputs);
-    if (scale != nullptr) own.scale = static_cast<const char*>(scale) + before * scale_bytes(inputs);
+    own.weight = static_cast<const char*>(weight) + weight_bytes<S>(before * inputs);
+    if (scale != nullptr) own.scale = static_cast<const char*>(scale) + before * scale_bytes<S>(inputs);
     own.outputs = outputs, own.inputs = inputs;
     return own;
 }
@@ -154,7 +161,7 @@ __device__ __forceinline__ void gate_up(const ExpertGateUpArguments& a) {
     const int start = static_cast<const int*>(a.starts)[blockIdx.y];
     const int stop = static_cast<const int*>(a.starts)[blockIdx.y + 1];
     const int* pairs = static_cast<const int*>(a.pairs);
-    const LinearArguments own = matrix(a.weight, a.scale, expert, 2 * a.intermediate, a.intermediate, a.hidden);
+    const LinearArguments own = matrix<S>(a.weight, a.scale, expert, 2 * a.intermediate, a.intermediate, a.hidden);
     for (int at = start; at < stop; at += ROWS) {
         const int pair = pairs[min(at + lane / 4, stop - 1)];  // what is beyond the last is not stored
         const PairRows<S> x(a.x, a.hidden, pair / a.chosen);
@@ -201,12 +208,13 @@ __device__ __forceinline__ void down(const ExpertDownArguments& a) {
     const int* pairs = static_cast<const int*>(a.pairs);
     const int count = (a.intermediate + S::BLOCK - 1) / S::BLOCK, tile = blockIdx.x * OUTPUTS;
     if (warp < a.slot_count * PARTS && slots[warp / PARTS] >= 0) {  // what the warp will read first
-        const LinearArguments own = matrix(a.weight, a.scale, slots[warp / PARTS], a.hidden, a.hidden, a.intermediate);
+        const LinearArguments own =
+            matrix<S>(a.weight, a.scale, slots[warp / PARTS], a.hidden, a.hidden, a.intermediate);
         const char* weight = static_cast<const char*>(own.weight);
         for (int i = lane; i < OUTPUTS * ((count - warp % PARTS + PARTS - 1) / PARTS); i += 32) {
             const int output = tile + i % OUTPUTS, block = i / OUTPUTS * PARTS + warp % PARTS;
             if (output < a.hidden)
-                prefetch_line(weight + weight_bytes(static_cast<long long>(output) * a.intermediate) + block * LINE);
+                prefetch_line(weight + weight_bytes<S>(static_cast<long long>(output) * a.intermediate) + block * LINE);
         }
     }
     await_earlier_kernels();
@@ -215,7 +223,7 @@ __device__ __forceinline__ void down(const ExpertDownArguments& a) {
     for (int task = warp; task < a.slot_count * PARTS; task += S::SPLIT) {
         const int slot = task / PARTS, part = task % PARTS, expert = slots[slot];
         if (expert < 0) break;
-        const LinearArguments own = matrix(a.weight, a.scale, expert, a.hidden, a.hidden, a.intermediate);
+        const LinearArguments own = matrix<S>(a.weight, a.scale, expert, a.hidden, a.hidden, a.intermediate);
         const int stop = starts[slot + 1];
         for (int at = starts[slot]; at < stop; at += ROWS) {
             const PairRows<S> x(a.x, a.intermediate, pairs[min(at + lane / 4, stop - 1)]);
@@ -248,23 +256,24 @@ __device__ __forceinline__ void down(const ExpertDownArguments& a) {
 }  // namespace products
 }  // namespace kvseek
 
-extern "C" __global__ void __launch_bounds__(128, 8)
-    kvseek_expert_gate_up(const __grid_constant__ kvseek::ExpertGateUpArguments a) {
-    kvseek::products::experts::gate_up<kvseek::products::experts::ShapeOf<4, true>>(a);
-}
-
 // With fewer warps there is room for more products.
-extern "C" __global__ void __launch_bounds__(512, 1)
-    kvseek_expert_down_16(const __grid_constant__ kvseek::ExpertDownArguments a) {
-    kvseek::products::experts::down<kvseek::products::experts::ShapeOf<16, false>>(a);
-}
+#define KVSEEK_EXPERT_DOWN(NAME, FORMAT, SPLIT)                                               \
+    extern "C" __global__ void __launch_bounds__(SPLIT * 32, 1)                               \
+        kvseek_##NAME##_down_##SPLIT(const __grid_constant__ kvseek::ExpertDownArguments a) { \
+        using namespace kvseek::products;                                                     \
+        experts::down<experts::ShapeOf<FORMAT, SPLIT, false>>(a);                             \
+    }
+#define KVSEEK_EXPERT(NAME, FORMAT)                                                        \
+    extern "C" __global__ void __launch_bounds__(128, 8)                                   \
+        kvseek_##NAME##_gate_up(const __grid_constant__ kvseek::ExpertGateUpArguments a) { \
+        using namespace kvseek::products;                                                  \
+        experts::gate_up<experts::ShapeOf<FORMAT, 4, true>>(a);                            \
+    }                                                                                      \
+    KVSEEK_EXPERT_DOWN(NAME, FORMAT, 16)                                                   \
+    KVSEEK_EXPERT_DOWN(NAME, FORMAT, 8)                                                    \
+    KVSEEK_EXPERT_DOWN(NAME, FORMAT, 4)
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-    kvseek_expert_down_8(const __grid_constant__ kvseek::ExpertDownArguments a) {
-    kvseek::products::experts::down<kvseek::products::experts::ShapeOf<8, false>>(a);
-}
-
-extern "C" __global__ void __launch_bounds__(128, 1)
-    kvseek_expert_down_4(const __grid_constant__ kvseek::ExpertDownArguments a) {
-    kvseek::products::experts::down<kvseek::products::experts::ShapeOf<4, false>>(a);
-}
+KVSEEK_EXPERT(expert, Layers)
+#if KVSEEK_ASYMMETRIC && KVSEEK_WEIGHT != 6
+KVSEEK_EXPERT(asymmetric_expert, Int8Asymmetric)
+#endif

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from kvseek.core.config import WEIGHT_GROUP
 from kvseek.core.errors import KernelError
-from kvseek.core.weight_only import NONE
+from kvseek.core.weight_only import INT8_ASYMMETRIC, NONE
 from kvseek.kernels.arguments import aligned_address, checked_address
 from kvseek.kernels.structs import c_struct
 
-from .products import ALIGNMENT, MOST_ROWS, WARP, Format, Shape
+from .products import ALIGNMENT, MOST_ROWS, WARP, Format, Formats, Shape
 
 if TYPE_CHECKING:
-    from kvseek.core.config import ExpertsConfig
+    from kvseek.core.config import EngineConfig, ExpertsConfig
     from kvseek.core.cuda import CudaKernels
 
 # As in routing.cu and experts.cuh.
@@ -66,6 +66,13 @@ class ExpertKernels:
         bfloat16 or float16: of x and results.
     precision, weight_group : str, int
         Of the weights, as EngineConfig's fields.
+    asymmetric : bool
+        Whether there are weights of int8_asymmetric beside them.
+
+    Attributes
+    ----------
+    most_rows : int
+        Most rows that the methods take.
     """
 
     def __init__(
@@ -75,19 +82,23 @@ class ExpertKernels:
         config: ExpertsConfig,
         precision: str = NONE,
         weight_group: int = WEIGHT_GROUP,
+        *,
+        asymmetric: bool = False,
     ) -> None:
         self._kernels, self.dtype, self.config = kernels, dtype, config
-        self.format = Format.of(precision, weight_group, dtype)
-        self._warp_bytes = Shape(8, 1, 1).shared_bytes(self.format.scale_words)
+        self._precision = precision
+        self.formats = Formats(precision, weight_group, dtype, (INT8_ASYMMETRIC,) if asymmetric else ())
+        left = MOST_SHARED_BYTES - DOWN_WARPS[-1] * max(map(_warp_bytes, self.formats))
+        self.most_rows = min(MOST_ROWS, left // (config.num_experts_per_tok * DOWN_CHANNELS * 4))
 
     def route(self, logits: Tensor) -> Routes:
         """Choose the experts of rows by the router's logits [rows, experts], as `route` of engine/model/experts.py does.
 
-        Raises KernelError if there are more than MOST_ROWS rows.
+        Raises KernelError if there are more than `most_rows` rows.
         """
         (rows, experts), chosen = logits.shape, self.config.num_experts_per_tok
-        if rows > MOST_ROWS:
-            raise KernelError(f"rows = {rows}: must be <= {MOST_ROWS}; read them as a prompt")
+        if rows > self.most_rows:
+            raise KernelError(f"rows = {rows}: must be <= {self.most_rows}; compute them in parts")
         if experts != self.config.num_experts:
             raise KernelError(
                 f"logits {tuple(logits.shape)}: must be of {self.config.num_experts} experts; give the router's"
@@ -120,10 +131,10 @@ class ExpertKernels:
         """
         hidden, chosen = x.shape[1], self.config.num_experts_per_tok
         intermediate = weight.shape[0] // (2 * self.config.num_experts)
-        out = x.new_empty(x.shape[0] * chosen, intermediate)
+        out, form = x.new_empty(x.shape[0] * chosen, intermediate), self.formats.of(weight, scale)
         arguments = ExpertGateUpArguments(
             x=self._aligned("x", x, self.dtype),
-            **self._matrix(weight, scale, 2 * intermediate, hidden),
+            **self._matrix(form, weight, scale, 2 * intermediate, hidden),
             slots=routes.slots.data_ptr(),
             starts=routes.starts.data_ptr(),
             pairs=routes.pairs.data_ptr(),
@@ -133,8 +144,9 @@ class ExpertKernels:
             intermediate=intermediate,
         )
         grid = (-(-intermediate // GATE_UP_CHANNELS), routes.slots.shape[0], 1)
-        shared = GATE_UP_WARPS * self._warp_bytes
-        self._kernels.launch("kvseek_expert_gate_up", grid, GATE_UP_WARPS * WARP, arguments, shared, overlap=True)
+        shared = GATE_UP_WARPS * _warp_bytes(form)
+        name = f"{self._kernel(form)}_gate_up"
+        self._kernels.launch(name, grid, GATE_UP_WARPS * WARP, arguments, shared, overlap=True)
         return out
 
     def down(self, x: Tensor, weight: Tensor, scale: Tensor | None, routes: Routes) -> Tensor:
@@ -150,16 +162,13 @@ class ExpertKernels:
         """
         (pairs, intermediate), chosen = x.shape, self.config.num_experts_per_tok
         rows, hidden = pairs // chosen, weight.shape[0] // self.config.num_experts
-        products = pairs * DOWN_CHANNELS * 4
-        fitting = [warps for warps in DOWN_WARPS if warps * self._warp_bytes + products <= MOST_SHARED_BYTES]
-        if not fitting:
-            raise KernelError(
-                f"rows = {rows}, of {chosen} experts each: must need less shared memory; lower max_batch_size"
-            )
+        form, products = self.formats.of(weight, scale), pairs * DOWN_CHANNELS * 4
+        warp_bytes = _warp_bytes(form)
+        warps = next(warps for warps in DOWN_WARPS if warps * warp_bytes + products <= MOST_SHARED_BYTES)
         out = x.new_empty(rows, hidden)
         arguments = ExpertDownArguments(
             x=self._aligned("x", x, self.dtype),
-            **self._matrix(weight, scale, hidden, intermediate),
+            **self._matrix(form, weight, scale, hidden, intermediate),
             weights=routes.weights.data_ptr(),
             slots=routes.slots.data_ptr(),
             starts=routes.starts.data_ptr(),
@@ -168,13 +177,13 @@ class ExpertKernels:
             rows=rows,
             chosen=chosen,
             slot_count=routes.slots.shape[0],
-            warp_bytes=self._warp_bytes,
+            warp_bytes=warp_bytes,
             hidden=hidden,
             intermediate=intermediate,
         )
-        warps, grid = fitting[0], (-(-hidden // DOWN_CHANNELS), 1, 1)
-        shared = warps * self._warp_bytes + products
-        self._kernels.launch(f"kvseek_expert_down_{warps}", grid, warps * WARP, arguments, shared, overlap=True)
+        grid, shared = (-(-hidden // DOWN_CHANNELS), 1, 1), warps * warp_bytes + products
+        name = f"{self._kernel(form)}_down_{warps}"
+        self._kernels.launch(name, grid, warps * WARP, arguments, shared, overlap=True)
         return out
 
     def combine(self, products: Tensor, weights: Tensor, places: Tensor) -> Tensor:
@@ -199,18 +208,34 @@ class ExpertKernels:
         self._kernels.launch("kvseek_combine", (rows, 1, 1), COMBINE_THREADS, arguments, overlap=True)
         return out
 
-    def _matrix(self, weight: Tensor, scale: Tensor | None, rows: int, inputs: int) -> dict[str, int]:
+    def _kernel(self, form: Format) -> str:
+        """Beginning of the names of a format's kernels."""
+        return "kvseek_expert" if form.precision == self._precision else "kvseek_asymmetric_expert"
+
+    def _matrix(self, form: Format, weight: Tensor, scale: Tensor | None, rows: int, inputs: int) -> dict[str, int]:
         """Addresses of the experts' matrices, of so many rows each, and of their scales."""
-        form, count = self.format, rows * self.config.num_experts
+        count = rows * self.config.num_experts
         multiple = max(8, form.group, ALIGNMENT // form.weight.itemsize)
         if (weight.shape[0], form.inputs(weight)) != (count, inputs) or inputs % multiple or rows % 8:
             expected = f"{count} rows, a multiple of 8, of {inputs} inputs, a multiple of {multiple}"
             raise KernelError(f"weight {tuple(weight.shape)}: must be {expected}; build with --device cpu")
         shape = form.scale_shape(weight) if form.group > 1 else (count,)
-        if (scale is None) != (form.precision == NONE) or (scale is not None and tuple(scale.shape) != shape):
-            raise KernelError("scale: must be that of the weight, or None without one; give what the engine stores")
+        if scale is not None and tuple(scale.shape) != shape:
+            raise KernelError(f"scale {tuple(scale.shape)}: must be {shape}; give what the engine stores")
         addresses = {"weight": self._aligned("weight", weight, form.weight)}
         return addresses | {"scale": checked_address("scale", scale, form.scale, self._kernels.device)}
 
     def _aligned(self, name: str, tensor: Tensor, dtype: torch.dtype) -> int:
         return aligned_address(name, tensor, dtype, self._kernels.device, ALIGNMENT)
+
+
+def _warp_bytes(form: Format) -> int:
+    """Bytes of shared memory for the blocks of a warp."""
+    return Shape(8, 1, 1).shared_bytes(form.scale_words)
+
+
+def expert_kernels(config: EngineConfig, kernels: CudaKernels, experts: ExpertsConfig) -> ExpertKernels:
+    """Make the kernels for the experts of an engine, whose products have 16 bits."""
+    dtype, precision, group = getattr(torch, config.dtype), config.weight_only_precision, config.weight_group
+    asymmetric = precision != INT8_ASYMMETRIC and INT8_ASYMMETRIC in config.weight_formats.values()
+    return ExpertKernels(kernels, dtype, experts, precision, group, asymmetric=asymmetric)

@@ -18,6 +18,7 @@ struct AddRmsNormArguments {
     void* out;           // Number [rows, hidden]
     int hidden;          // multiple of 8, at most NORM_THREADS * NORM_PIECES * 8
     float epsilon;
+    float centre;  // added to each weight
 };
 
 struct SumAddRmsNormArguments {
@@ -30,6 +31,7 @@ struct SumAddRmsNormArguments {
     const void* stop;     // int: if it is not 0, nobody waits for other ranks any more
     int hidden;           // multiple of 8, at most NORM_THREADS * NORM_PIECES * 8
     float epsilon;
+    float centre;  // added to each weight
     int rank;
     int ranks;
     int capacity;  // rows of an inbox, at least those of this launch
@@ -44,14 +46,14 @@ struct StepBeginArguments {
     void* cosines;            // float [batch, D/2]
     void* sines;              // float [batch, D/2]
     int hidden;               // multiple of 8
-    float factor;             // on cosines and sines
+    float factor;             // on cosines and sines of pairs that are rotated: with a frequency other than 0
     int short_reach;          // tokens of the longest sequence that the first set is for; the second is for longer ones
     int first_token;
     int tokens;  // other tokens' embeddings are zeros, as another rank has them
 };
 
 struct RopeAppendArguments {
-    const void* qkv;       // Number [batch, (H + 2G) * D]
+    const void* qkv;       // Number [batch, numbers], of which the first (H + 2G) * D are read
     const void* requests;  // Request [batch]
     const void* cosines;   // float [batch, D/2]
     const void* sines;     // float [batch, D/2]
@@ -62,7 +64,9 @@ struct RopeAppendArguments {
     int heads;
     int kv_heads;
     int window_rows;
+    int numbers;
     float epsilon;
+    float centre;  // added to each weight of q_norm and k_norm
 };
 
 struct AppendArguments {
@@ -75,7 +79,7 @@ struct AppendArguments {
 };
 
 struct RopePromptArguments {
-    const void* qkv;      // Number [rows, (H + 2G) * D]
+    const void* qkv;      // Number [rows, numbers], of which the first (H + 2G) * D are read
     const void* cosines;  // float [rows, D/2]
     const void* sines;    // float [rows, D/2]
     const void* q_norm;   // Number [D], or null
@@ -86,7 +90,9 @@ struct RopePromptArguments {
     long long distance;   // tokens from one KV head to the next
     int heads;
     int kv_heads;
+    int numbers;
     float epsilon;
+    float centre;  // added to each weight of q_norm and k_norm
 };
 
 struct SiluMulArguments {
@@ -153,7 +159,7 @@ __device__ __forceinline__ void store_eight(Number* to, float (&values)[8]) {
 
 // One warp: normalise a head's D numbers if there is a weight, rotate the pairs (i, i + D/2), store.
 __device__ __forceinline__ void rotate_head(const Number* from, Number* to, const float* cosines, const float* sines,
-                                            const Number* norm, float epsilon) {
+                                            const Number* norm, float epsilon, float centre) {
     const int lane = threadIdx.x % 32;
     float first[LANE_PAIRS], second[LANE_PAIRS], squares = 0.0f;
 #pragma unroll
@@ -171,8 +177,8 @@ __device__ __forceinline__ void rotate_head(const Number* from, Number* to, cons
         if (pair >= PAIRS) continue;
         float a = first[p], b = second[p];
         if (norm != nullptr) {
-            a *= scale * to_float(norm[pair]);
-            b *= scale * to_float(norm[pair + PAIRS]);
+            a *= scale * (to_float(norm[pair]) + centre);
+            b *= scale * (to_float(norm[pair + PAIRS]) + centre);
         }
         to[pair] = from_float<Number>(a * cosines[pair] - b * sines[pair]);
         to[pair + PAIRS] = from_float<Number>(b * cosines[pair] + a * sines[pair]);
@@ -223,7 +229,7 @@ __device__ __forceinline__ void load_pieces(Eight<Number> (&to)[NORM_PIECES], co
 
 // Store out = values / rms(values) * weight of a row that the thread block has loaded.
 __device__ __forceinline__ void store_normed(Number* out, float (&values)[NORM_PIECES][8],
-                                             const Eight<Number> (&weight)[NORM_PIECES], int pieces, float epsilon) {
+                                             const Eight<Number> (&weight)[NORM_PIECES], int pieces, float epsilon, float centre) {
     float squares = 0.0f;
 #pragma unroll
     for (int p = 0; p < NORM_PIECES; ++p)
@@ -235,12 +241,12 @@ __device__ __forceinline__ void store_normed(Number* out, float (&values)[NORM_P
     for (int p = 0; p < NORM_PIECES; ++p) {
         if (piece_of(p) >= pieces) continue;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) values[p][i] *= scale * weight[p][i];
+        for (int i = 0; i < 8; ++i) values[p][i] *= scale * (weight[p][i] + centre);
         store_eight(out + piece_of(p) * 8, values[p]);
     }
 }
 
-// x += delta; out = x / rms(x) * weight. One thread block a row.
+// x += delta; out = x / rms(x) * (weight + centre). One thread block a row.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     kvseek_add_rms_norm(const __grid_constant__ kvseek::AddRmsNormArguments a) {
     const long long row = static_cast<long long>(blockIdx.x) * a.hidden;
@@ -262,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
         for (int i = 0; i < 8; ++i) values[p][i] = delta == nullptr ? own[i] : own[i] + added[i];
         if (delta != nullptr) store_eight(x + piece_of(p) * 8, values[p]);
     }
-    store_normed(static_cast<Number*>(a.out) + row, values, weight, pieces, a.epsilon);
+    store_normed(static_cast<Number*>(a.out) + row, values, weight, pieces, a.epsilon, a.centre);
 }
 
 // Ranks hand each other their parts of a sum through inboxes: unsigned long long [2, ranks, capacity, words of a row]
@@ -311,7 +317,7 @@ __device__ __forceinline__ void receive_part(Eight<Number>& part, const unsigned
     } while (!here && stopped == 0);
 }
 
-// x += the sum of all ranks' parts, in the order of the ranks; out = x / rms(x) * weight. One thread block a row.
+// x += the sum of all ranks' parts, in the order of the ranks; out = x / rms(x) * (weight + centre). One thread block a row.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     kvseek_sum_add_rms_norm(const __grid_constant__ kvseek::SumAddRmsNormArguments a) {
     const long long row = static_cast<long long>(blockIdx.x) * a.hidden;
@@ -349,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
         for (int i = 0; i < 8; ++i) values[p][i] = own[i] + sum[i];
         store_eight(x + piece_of(p) * 8, values[p]);
     }
-    store_normed(static_cast<Number*>(a.out) + row, values, weight, pieces, a.epsilon);
+    store_normed(static_cast<Number*>(a.out) + row, values, weight, pieces, a.epsilon, a.centre);
     if (threadIdx.x == 0) *count = number;  // every thread has read it: store_normed waits for all
 }
 
@@ -373,10 +379,10 @@ extern "C" __global__ void __launch_bounds__(BEGIN_THREADS)
     const float* frequencies =
         static_cast<const float*>(a.frequencies) + (request.position >= a.short_reach ? PAIRS : 0);
     for (int pair = threadIdx.x; pair < PAIRS; pair += BEGIN_THREADS) {
-        const float angle = position * frequencies[pair];
+        const float angle = position * frequencies[pair], factor = frequencies[pair] == 0.0f ? 1.0f : a.factor;
         const long long at = static_cast<long long>(blockIdx.x) * PAIRS + pair;
-        static_cast<float*>(a.cosines)[at] = cosf(angle) * a.factor;
-        static_cast<float*>(a.sines)[at] = sinf(angle) * a.factor;
+        static_cast<float*>(a.cosines)[at] = cosf(angle) * factor;
+        static_cast<float*>(a.sines)[at] = sinf(angle) * factor;
     }
 }
 
@@ -393,12 +399,12 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     const int head = blockIdx.y * ROPE_WARPS + threadIdx.x / 32, heads = a.heads + 2 * a.kv_heads;
     if (head >= heads) return;
     const long long row = blockIdx.x;
-    const Number* from = static_cast<const Number*>(a.qkv) + (row * heads + head) * DIM;
+    const Number* from = static_cast<const Number*>(a.qkv) + row * a.numbers + head * DIM;
     const float* cosines = static_cast<const float*>(a.cosines) + row * PAIRS;
     const float* sines = static_cast<const float*>(a.sines) + row * PAIRS;
     if (head < a.heads) {
         Number* to = static_cast<Number*>(a.queries) + (row * a.heads + head) * DIM;
-        rotate_head(from, to, cosines, sines, static_cast<const Number*>(a.q_norm), a.epsilon);
+        rotate_head(from, to, cosines, sines, static_cast<const Number*>(a.q_norm), a.epsilon, a.centre);
         return;
     }
     const Request& request = static_cast<const Request*>(a.requests)[row];
@@ -409,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     if (is_value) {
         copy_head(from, to);
     } else {
-        rotate_head(from, to, cosines, sines, static_cast<const Number*>(a.k_norm), a.epsilon);
+        rotate_head(from, to, cosines, sines, static_cast<const Number*>(a.k_norm), a.epsilon, a.centre);
     }
 }
 
@@ -440,15 +446,15 @@ extern "C" __global__ void __launch_bounds__(ROPE_WARPS * 32)
     const int head = blockIdx.y * ROPE_WARPS + threadIdx.x / 32, heads = a.heads + 2 * a.kv_heads;
     if (head >= heads) return;
     const long long row = blockIdx.x;
-    const Number* from = static_cast<const Number*>(a.qkv) + (row * heads + head) * DIM;
+    const Number* from = static_cast<const Number*>(a.qkv) + row * a.numbers + head * DIM;
     const float* cosines = static_cast<const float*>(a.cosines) + row * PAIRS;
     const float* sines = static_cast<const float*>(a.sines) + row * PAIRS;
     if (head < a.heads) {
         Number* to = static_cast<Number*>(a.queries) + (row * a.heads + head) * DIM;
-        rotate_head(from, to, cosines, sines, static_cast<const Number*>(a.q_norm), a.epsilon);
+        rotate_head(from, to, cosines, sines, static_cast<const Number*>(a.q_norm), a.epsilon, a.centre);
     } else if (head < a.heads + a.kv_heads) {
         Number* to = static_cast<Number*>(a.keys) + ((head - a.heads) * a.distance + row) * DIM;
-        rotate_head(from, to, cosines, sines, static_cast<const Number*>(a.k_norm), a.epsilon);
+        rotate_head(from, to, cosines, sines, static_cast<const Number*>(a.k_norm), a.epsilon, a.centre);
     } else {
         copy_head(from, static_cast<Number*>(a.values) + ((head - a.heads - a.kv_heads) * a.distance + row) * DIM);
     }

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
-from kvseek.core.rope import Rotation, frequency_sets
+from kvseek.core.rope import Rotation, frequency_sets, pair_factors
 from kvseek.kernels.layer import CompiledOperations
 from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
+    from kvseek.core.config import DeltaNetConfig
     from kvseek.core.cuda import CudaKernels
+    from kvseek.kernels.reference.delta_net import DeltaParameters, DeltaStates
 
 # As in layer.cu.
 NORM_THREADS = 512
@@ -30,6 +32,7 @@ BEGIN_THREADS = 256
 ROPE_WARPS = 4
 APPEND_THREADS = 128
 SILU_THREADS = 256
+DELTA_THREADS, DELTA_ROWS = 512, 32  # as in delta_net.cu
 ARGMAX_THREADS = 256
 
 PIECE = 8  # numbers that a thread loads at once
@@ -45,6 +48,7 @@ OPERATIONS = {
     "silu_mul": c_struct("kernels/cuda/layer/layer.cu", "SiluMulArguments"),
 }
 StepBeginArguments = c_struct("kernels/cuda/layer/layer.cu", "StepBeginArguments")
+DeltaStepArguments = c_struct("kernels/cuda/layer/delta_net.cu", "DeltaStepArguments")
 AppendArguments = c_struct("kernels/cuda/layer/layer.cu", "AppendArguments")
 ArgmaxArguments = c_struct("kernels/cuda/layer/layer.cu", "ArgmaxArguments")
 
@@ -71,6 +75,7 @@ class LayerKernels(CompiledOperations):
         self._kernels, self._max_batch = kernels, max_batch
         sets, self._factor = frequency_sets(model)
         self._frequencies = sets.to(device)
+        self._factors = pair_factors(self._frequencies, self._factor)
         # Scratch memory of the argmax kernel, which leaves it zero for the next launch.
         self._best = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._arrived = torch.zeros(max_batch, dtype=torch.int32, device=device)
@@ -102,13 +107,43 @@ class LayerKernels(CompiledOperations):
 
     def rotation(self, start: int, stop: int, length: int) -> Rotation:
         """Compute the rotation of positions start .. stop - 1 of a prompt of `length` tokens, as `step_begin` does."""
-        frequencies = self._frequencies[int(length > self.model.short_reach)]
-        angles = torch.outer(torch.arange(start, stop, device=self.device).float(), frequencies)
-        return angles.cos() * self._factor, angles.sin() * self._factor
+        own = int(length > self.model.short_reach)
+        angles = torch.outer(torch.arange(start, stop, device=self.device).float(), self._frequencies[own])
+        return angles.cos() * self._factors[own], angles.sin() * self._factors[own]
 
     def add(self, x: Tensor, delta: Tensor) -> None:
         """Add `delta` to x [rows, hidden] in place."""
         x += delta
+
+    def delta_step(
+        self, qkvz: Tensor, ba: Tensor, batch: Batch, parameters: DeltaParameters, states: DeltaStates
+    ) -> Tensor:
+        config = parameters.config
+        columns = -(-config.value_head_dim // WARP) * WARP
+        segments = DELTA_THREADS // columns
+        out = qkvz.new_empty(batch.size, config.values)
+        arguments = DeltaStepArguments(
+            qkvz=self._address("qkvz", qkvz),
+            ba=self._address("ba", ba),
+            requests=self._address("requests", batch.requests, torch.int32),
+            weight=self._address("conv", parameters.conv),
+            a_log=self._address("a_log", parameters.a_log, torch.float32),
+            dt=self._address("dt", parameters.dt, torch.float32),
+            norm=self._address("norm", parameters.norm),
+            conv=self._address("states.conv", states.conv),
+            recurrent=self._address("states.recurrent", states.recurrent, torch.float32),
+            out=out.data_ptr(),
+            key_heads=config.num_key_heads,
+            value_heads=config.num_value_heads,
+            key_dim=config.key_head_dim,
+            value_dim=config.value_head_dim,
+            kernel=config.conv_kernel,
+            columns=columns,
+            rows=-(-config.key_head_dim // segments),
+            epsilon=parameters.epsilon,
+        )
+        self._launch("kvseek_delta_step", (config.num_value_heads, batch.size, 1), segments * columns, arguments)
+        return out
 
     def append(self, keys: Tensor, values: Tensor, batch: Batch, window: Tensor) -> None:
         """Write keys, which are rotated already, and values [batch, G, D] to a layer's window, as `rope_append` does."""
@@ -179,7 +214,24 @@ def check_sizes(model: ModelConfig) -> None:
     for name, value in {"hidden_size": model.hidden_size, **model.mlp_sizes}.items():
         if value % PIECE:
             raise ConfigError(f"{name} = {value}: must be a multiple of {PIECE} on a GPU; build with --device cpu")
+    if model.delta_net is not None:
+        _check_states(model.delta_net)
     if model.hidden_size > MAX_HIDDEN:
         raise ConfigError(
             f"hidden_size = {model.hidden_size}: must be <= {MAX_HIDDEN} on a GPU; build with --device cpu"
+        )
+
+
+def _check_states(config: DeltaNetConfig) -> None:
+    """Raise ConfigError unless a block's threads hold the state of a head, and products can read the heads' outputs."""
+    if config.values % PIECE:
+        raise ConfigError(
+            f"delta_net: num_value_heads * value_head_dim = {config.values}: must be a multiple of {PIECE} on a GPU; build with "
+            "--device cpu"
+        )
+    columns = -(-config.value_head_dim // WARP) * WARP
+    if columns > DELTA_THREADS or config.key_head_dim > DELTA_THREADS // columns * DELTA_ROWS:
+        raise ConfigError(
+            f"delta_net: key_head_dim, value_head_dim = {config.key_head_dim}, {config.value_head_dim}: must have at most "
+            f"{DELTA_THREADS * DELTA_ROWS} numbers together on a GPU, as 128 x 128 have; build with --device cpu"
         )

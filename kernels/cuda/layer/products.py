@@ -6,6 +6,7 @@ the kernels' GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -113,6 +114,26 @@ class Format:
         return layout((weight.shape[0], self.inputs(weight)), self.precision, self.group)[1][0]
 
 
+class Formats:
+    """Formats of weights that kernels have been compiled for; a stored weight's type and its scales tell which it is of."""
+
+    def __init__(self, precision: str, weight_group: int, dtype: torch.dtype, beside: Sequence[str]) -> None:
+        formats = [Format.of(one, weight_group, dtype) for one in (*beside, precision)]
+        self._formats = {(one.weight, one.scale_axes): one for one in formats}
+
+    def __iter__(self) -> Iterator[Format]:
+        return iter(self._formats.values())
+
+    def of(self, weight: Tensor, scale: Tensor | None) -> Format:
+        """The format of a stored weight; raises KernelError."""
+        key = weight.dtype, 0 if scale is None else scale.ndim
+        if key not in self._formats:
+            groups = " in groups" * (key[1] > 1)
+            known = " or ".join(f"{dtype}{' in groups' * (axes > 1)}" for dtype, axes in self._formats)
+            raise KernelError(f"weight: {weight.dtype}{groups}: must be {known}; compile the kernels for its precision")
+        return self._formats[key]
+
+
 # By the kernel of a format. For weights in descending order of their rows per multiprocessor, each with the fewest: kernels for
 # ever more rows of x. The bits of a sum depend on `split`, which is therefore the same for any number of rows of x. Measured on
 # an H200 with the matrices of Llama-3.1-8B and Llama-3.2-1B.
@@ -184,9 +205,8 @@ class ProductKernels:
         asymmetric: bool = False,
     ) -> None:
         self._kernels, self.dtype = kernels, dtype
-        beside = (*((INT8_GROUPS,) if precision == INT4 else ()), *((INT8_ASYMMETRIC,) if asymmetric else ()))
-        formats = [Format.of(one, weight_group, dtype) for one in (NONE, precision, *beside)]
-        self._formats = {(one.weight, one.scale_axes): one for one in formats}
+        beside = (NONE, *((INT8_GROUPS,) if precision == INT4 else ()), *((INT8_ASYMMETRIC,) if asymmetric else ()))
+        self.formats = Formats(precision, weight_group, dtype, beside)
 
     def linear(
         self,
@@ -218,7 +238,7 @@ class ProductKernels:
             If there are more than MOST_ROWS rows, or the kernels cannot read a tensor.
         """
         (rows, inputs), outputs = x.shape, weight.shape[0] // (2 if gated else 1)
-        form = self._format(weight, scale)
+        form = self.formats.of(weight, scale)
         shape = choose_shape(form.kernel, rows, weight.shape[0] / self._kernels.multiprocessors)
         if out is None:
             out = x.new_empty(rows, outputs)
@@ -244,7 +264,7 @@ class ProductKernels:
 
     def dequantise(self, weight: Tensor, scale: Tensor) -> Tensor:
         """Compute a stored weight [outputs, inputs] of 8 or 4 bits; the result has the products' dtype."""
-        form = self._format(weight, scale)
+        form = self.formats.of(weight, scale)
         outputs, inputs = weight.shape[0], form.inputs(weight)
         out = torch.empty(outputs, inputs, dtype=self.dtype, device=weight.device)
         arguments = DequantiseArguments(
@@ -273,14 +293,6 @@ class ProductKernels:
         )
         self._kernels.launch("kvseek_quantise_rows", (rows, 1, 1), QUANTISE_THREADS, arguments, overlap=True)
         return numbers, scales
-
-    def _format(self, weight: Tensor, scale: Tensor | None) -> Format:
-        key = weight.dtype, 0 if scale is None else scale.ndim
-        if key not in self._formats:
-            groups = " in groups" * (key[1] > 1)
-            known = " or ".join(f"{dtype}{' in groups' * (axes > 1)}" for dtype, axes in self._formats)
-            raise KernelError(f"weight: {weight.dtype}{groups}: must be {known}; compile the kernels for its precision")
-        return self._formats[key]
 
     def _address(self, name: str, tensor: Tensor | None, dtype: torch.dtype) -> int:
         return checked_address(name, tensor, dtype, self._kernels.device)

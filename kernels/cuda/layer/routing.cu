@@ -16,7 +16,7 @@ struct RouteArguments {
     void* pairs;         // int [rows * chosen]: row * chosen + place, by expert and then by row
     int rows;            // at most 64
     int experts;         // at most 512
-    int chosen;          // at most 16
+    int chosen;          // at most 32, as many as a warp has lanes
     int normalised;      // whether a row's weights are divided by their sum
     int slot_count;      // at least min(experts, rows * chosen)
 };
@@ -34,7 +34,7 @@ namespace routing {
 
 constexpr int COMBINE_THREADS = 256;
 
-constexpr int MOST_ROWS = 64, MOST_EXPERTS = 512, MOST_CHOSEN = 16;
+constexpr int MOST_ROWS = 64, MOST_EXPERTS = 512, MOST_CHOSEN = WARP;
 constexpr int FEW_EXPERTS = 128;  // for which a lane needs fewer registers
 constexpr int WORDS = MOST_ROWS / 32;
 

@@ -132,13 +132,21 @@ struct Bytes {
 using Int8Groups = Bytes<__half, 32>;
 using Int8Asymmetric = Bytes<__half2, 16, true>;
 using Fp8Groups = Bytes<float, 128>;
-#if KVSEEK_WEIGHT == 3
-using Layers = Int4;  // of experts, too
+#endif
+
+// What layers have, and so experts.
+#if KVSEEK_WEIGHT == 0
+using Layers = Number;
+#elif KVSEEK_WEIGHT < 3
+using Layers = Byte;
+#elif KVSEEK_WEIGHT == 3
+using Layers = Int4;
 #elif KVSEEK_WEIGHT == 4
 using Layers = Fp8Groups;
 #elif KVSEEK_WEIGHT == 5
 using Layers = Int8Groups;
-#endif
+#else
+using Layers = Int8Asymmetric;
 #endif
 
 }  // namespace products

@@ -21,7 +21,7 @@ from kvseek.bench.speed.decode import add_ratios, print_report
 from kvseek.bench.speed.device.main import print_report as print_device_report
 from kvseek.bench.speed.shapes import matrix_bytes
 from kvseek.bench.timing import Samples, interleave, measure, turns
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig, ExpertsConfig, ModelConfig
 from kvseek.core.errors import KvseekError
 from kvseek.engine.retrieval import OPS
 
@@ -105,6 +105,15 @@ def test_bytes_by_model() -> None:
         unquantised = dataclasses.replace(plain, weight_only_precision="none")
         assert matrix_bytes(plain) == matrix_bytes(unquantised), "the CPU multiplies with dequantised weights"
     assert row_bytes(config) == 2 * 2 * 2 * 2 * 16  # bytes, layers, heads, key and value, channels
+    mixture = dataclasses.replace(
+        model,
+        architecture="qwen3_moe",
+        qk_norm=True,
+        experts=ExpertsConfig(8, 2, 32, True, shared_intermediate_size=16),
+    )
+    narrow = dataclasses.replace(quantised, model=mixture)
+    layer, router = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * (8 * 32 + 16), 9 * 64
+    assert matrix_bytes(narrow) == 2 * (layer + 2 * router) + 2 * 1000 * 64, "routers are not quantised"
 
 
 def test_llama_cpp_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ BIASED = ("qwen2", "qwen2_moe")
 ABSENT = "(absent)"  # a value that takes the key out of config.json
 LAYERS = 2
 EXPERT_SIZE, SHARED_SIZE = 24, 16  # intermediate sizes
+KEY_HEADS, KEY_DIM, VALUE_DIM, CONV_KERNEL = 2, 8, 12, 3  # of Gated DeltaNet layers
+SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")  # model types whose mixtures have a shared expert
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 PROMPT = [3, 17, 90, 4, 55, 3, 62, 8, 71, 29, 44, 13, 80, 6, 37, 91, 22, 58, 2, 66, 49, 11, 75, 30]
 GREEDY_TOKENS = 16
@@ -61,6 +63,8 @@ class Shape:
     chosen: int = 1
     normalised: bool = False
     dense: tuple[int, ...] = ()  # layers without experts
+    states: tuple[int, ...] = ()  # layers of Gated DeltaNet, of a hybrid
+    value_heads: int = 4  # of these, for two key heads of 8 channels
     head: str = "own"  # lm_head.weight: "own", "embedding" (equal to it) or "none"
 
 
@@ -98,26 +102,43 @@ def save_case(case: Case, directory: Path) -> None:
 
 
 def _plain_config(shape: Shape) -> dict[str, Any]:
-    return {
-        "architectures": [f"{class_prefix(shape.model_type)}ForCausalLM"],
-        "model_type": shape.model_type,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    } | (_mixture(shape) if shape.experts else {})
+    return (
+        {
+            "architectures": [f"{class_prefix(shape.model_type)}ForCausalLM"],
+            "model_type": f"{shape.model_type}_text" if shape.model_type.startswith("qwen3_5") else shape.model_type,
+            "vocab_size": shape.vocab_size,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "max_position_embeddings": 128,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        }
+        | (_mixture(shape) if shape.experts else {})
+        | (_hybrid(shape) if shape.states else {})
+    )
+
+
+def _hybrid(shape: Shape) -> dict[str, Any]:
+    kinds = ["linear_attention" if layer in shape.states else "full_attention" for layer in range(LAYERS)]
+    none = {"num_experts": 0} if shape.model_type == "qwen3_next" and not shape.experts else {}
+    return none | {
+        "layer_types": kinds,
+        "linear_num_key_heads": KEY_HEADS,
+        "linear_num_value_heads": shape.value_heads,
+        "linear_key_head_dim": KEY_DIM,
+        "linear_value_head_dim": VALUE_DIM,
+        "linear_conv_kernel_dim": CONV_KERNEL,
+    }
 
 
 def _mixture(shape: Shape) -> dict[str, Any]:
-    shared = {"shared_expert_intermediate_size": SHARED_SIZE} if shape.model_type == "qwen2_moe" else {}
+    shared = {"shared_expert_intermediate_size": SHARED_SIZE} if shape.model_type in SHARED else {}
     return shared | {
         "num_experts": shape.experts,
         "num_experts_per_tok": shape.chosen,
@@ -131,7 +152,7 @@ def _mlps(shape: Shape, layer: int) -> dict[str, int]:
     """Intermediate size of each MLP of a layer, by its name."""
     if not shape.experts or layer in shape.dense:
         return {"mlp": shape.intermediate_size}
-    shared = {"mlp.shared_expert": SHARED_SIZE} if shape.model_type == "qwen2_moe" else {}
+    shared = {"mlp.shared_expert": SHARED_SIZE} if shape.model_type in SHARED else {}
     return shared | {f"mlp.experts.{expert}": EXPERT_SIZE for expert in range(shape.experts)}
 
 
@@ -151,27 +172,47 @@ def _tensors(shape: Shape, seed: int) -> Tensors:
         own = matrix(shape.vocab_size, hidden)
         found["lm_head.weight"] = own if shape.head == "own" else found["model.embed_tokens.weight"].clone()
     for layer in range(LAYERS):
-        prefix, mlps = f"model.layers.{layer}.", _mlps(shape, layer)
-        for name, rows, columns in (
-            ("self_attn.q_proj", queries, hidden),
+        prefix, mlps, has_state = f"model.layers.{layer}.", _mlps(shape, layer), layer in shape.states
+        if has_state:
+            found |= {f"{prefix}linear_attn.{name}": tensor for name, tensor in _delta_net(shape, matrix, norm).items()}
+        attention = [
+            ("self_attn.q_proj", queries * (1 + bool(shape.states)), hidden),
             ("self_attn.k_proj", keys, hidden),
             ("self_attn.v_proj", keys, hidden),
             ("self_attn.o_proj", hidden, queries),
+        ]
+        for name, rows, columns in (
+            *([] if has_state else attention),
             *((f"{mlp}.{name}_proj", size, hidden) for mlp, size in mlps.items() for name in ("gate", "up")),
             *((f"{mlp}.down_proj", hidden, size) for mlp, size in mlps.items()),
             *([] if "mlp" in mlps else [("mlp.gate", shape.experts, hidden)]),
             *([("mlp.shared_expert_gate", 1, hidden)] if "mlp.shared_expert" in mlps else []),
         ):
             found[f"{prefix}{name}.weight"] = matrix(rows, columns)
-            output, attention = name.endswith("o_proj"), name.startswith("self_attn")
-            if shape.output_bias if output else shape.qkv_bias if attention else shape.mlp_bias:
+            output, attends = name.endswith("o_proj"), name.startswith("self_attn")
+            if shape.output_bias if output else shape.qkv_bias if attends else shape.mlp_bias:
                 found[f"{prefix}{name}.bias"] = torch.randn(rows, generator=generator) / 2
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[f"{prefix}{name}.weight"] = norm(hidden)
-        if shape.model_type.startswith("qwen3"):
+        if shape.model_type.startswith("qwen3") and not has_state:
             for name in ("q_norm", "k_norm"):
                 found[f"{prefix}self_attn.{name}.weight"] = norm(shape.head_dim)
     return found
+
+
+def _delta_net(shape: Shape, matrix: Any, norm: Any) -> Tensors:
+    """Tensors of a Gated DeltaNet layer."""
+    hidden, heads = shape.hidden_size, shape.value_heads
+    keys, values = KEY_HEADS * KEY_DIM, heads * VALUE_DIM
+    inputs = {"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * heads}
+    if shape.model_type != "qwen3_next":
+        inputs = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    found = {f"{name}.weight": matrix(rows, hidden) for name, rows in inputs.items()}
+    found |= {
+        "conv1d.weight": matrix(2 * keys + values, CONV_KERNEL)[:, None],
+        "out_proj.weight": matrix(hidden, values),
+    }
+    return found | {"A_log": norm(heads) * 2 - 2, "dt_bias": norm(heads), "norm.weight": norm(VALUE_DIM)}
 
 
 def _without(*names: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -18,9 +19,10 @@ import torch
 from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.conftest import BuildEngine
 from tests.engine.model.test_logits import compare
+from tests.support import random_models
 from tests.support.checkpoint_files import (
     LLAMA,
     LLAMA3,
@@ -33,7 +35,15 @@ from tests.support.checkpoint_files import (
     run_build,
     write_gguf,
 )
-from tests.support.random_models import ARCHITECTURES, save_random_model
+from tests.support.random_models import (
+    ARCHITECTURE_SHAPE,
+    ARCHITECTURES,
+    MIXTURES,
+    class_prefix,
+    randomise,
+    save_random_model,
+    save_tokenizer,
+)
 from tests.support.sentencepiece import BYTES, SPACE, SPECIAL, sentencepiece_backend
 from tokenizers import AddedToken, Tokenizer
 
@@ -42,11 +52,11 @@ from kvseek.builder.checkpoints import gguf as gguf_checkpoint
 from kvseek.builder.checkpoints.gguf_tokenizer import ARRAYS, SCORES, TOKENS, TYPES, load_tokenizer
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import WeightFormat, weight_reader, write_weights
-from kvseek.core.config import RopeScaling
+from kvseek.builder.checkpoints.weights import WeightFormat, check_tensors, weight_reader, write_weights
+from kvseek.core.config import RopeScaling, read_config
 from kvseek.core.errors import ConfigError
 from kvseek.core.rope import frequencies
-from kvseek.engine.model.weights import load_weights
+from kvseek.engine.model.weights import list_weights, load_weights
 
 PROMPT = torch.arange(150).mul(11).remainder(100).tolist()
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -70,12 +80,13 @@ def test_refused_paths(tmp_path: Path) -> None:
         checkpoint.tokenizer()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", *MIXTURES])
 def test_gguf_equals_the_hugging_face_checkpoint(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_checkpoint, "BLOCK_WEIGHTS", 1000)  # tensors are read in several blocks
-    model = save_random_model(tmp_path / "model", architecture)
+    mixed = {"mlp_only_layers": []} if architecture in MIXTURES else {}
+    model = save_random_model(tmp_path / "model", architecture, **mixed)
     expected, found = open_checkpoint(model), open_checkpoint(write_gguf(tmp_path / "m.gguf", model, architecture))
     changes = {"rms_norm_eps": pytest.approx(1e-6), "bos_token_id": None, "pad_token_id": None}
     assert vars(found.config) == vars(expected.config) | changes
@@ -83,6 +94,39 @@ def test_gguf_equals_the_hugging_face_checkpoint(
     assert all(torch.equal(found.tensor(name), tensor) for name, tensor in tensors.items())
     assert found.unused(set(tensors)) == set()
     assert found.unused(set(tensors) - {"model.norm.weight"}) == {"output_norm.weight"}
+
+
+def test_what_a_gguf_file_of_a_mixture_states(tmp_path: Path) -> None:
+    """Older files leave sizes of experts to the tensors; what cannot be is refused."""
+    model = save_random_model(tmp_path / "model", "qwen2_moe", mlp_only_layers=[])
+    path = write_gguf(tmp_path / "m.gguf", model, "qwen2_moe")
+    expected, sizes = open_checkpoint(path).config, ("expert_feed_forward_length", "expert_shared_feed_forward_length")
+    edit_gguf(path, lambda metadata, _: [metadata.pop(f"qwen2moe.{name}") for name in sizes])
+    assert open_checkpoint(path).config == expected
+
+    def refused(change: Callable[..., Any], message: str, kinds: dict[str, Any] | None = None) -> None:
+        copy = tmp_path / "bad.gguf"
+        shutil.copy(path, copy)
+        edit_gguf(copy, change, kinds)
+        bad = open_checkpoint(copy)
+        with pytest.raises(ConfigError, match=message):
+            check_tensors(bad, list_weights(bad.config))
+
+    name = "blk.1.ffn_up_exps.weight"
+    refused(lambda metadata, _: metadata.pop("qwen2moe.expert_count"), "qwen2moe.expert_count is missing")
+    refused(lambda _, tensors: tensors.pop(name), f"tensor {name} is missing")
+    refused(
+        lambda _, tensors: tensors.update({name: tensors[name][1:]}),
+        rf"bad.gguf: shape of {name} = \(5, 32, 192\): must be \(6, rows, columns\)",
+    )
+    key = "qwen2moe.expert_weights_norm"
+    kinds = {key: gguf.GGUFValueType.BOOL}
+    refused(lambda metadata, _: metadata.update({key: True}), f"{key} = True: must be a key that kvseek knows", kinds)
+    model = save_random_model(tmp_path / "qwen3", "qwen3_moe")
+    path = write_gguf(tmp_path / "m.gguf", model, "qwen3_moe")
+    key = "qwen3moe.expert_shared_feed_forward_length"
+    kinds = {key: gguf.GGUFValueType.UINT32}
+    refused(lambda metadata, _: metadata.update({key: 8}), f"{key} = 8: must be 0 or absent", kinds)
 
 
 def test_gguf_files_of_several_parts(tmp_path: Path) -> None:
@@ -190,6 +234,50 @@ def test_smollm2_splits_words_as_it_was_trained(smollm2_gguf: Path) -> None:
     text = "Log of 3 May:  wind 12 knots\n\n\tfog – ünïcode 🙂"
     assert backend.decode(backend.encode(text).ids) == text
     assert backend.token_to_id("<|im_end|>") == tokenizer.special_id("eos_token") == 2
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_part_of_a_model_that_reads_images(
+    architecture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All other tensors are named, and left out if that is asked for; transformers computes the same from the files."""
+    model, engine = save_with_images(tmp_path / "model", architecture), tmp_path / "engine"
+    arguments = ["--model", str(model), "--output_dir", str(engine), "--method", "full", "--kernels", "reference"]
+    assert build.main(arguments) == 1
+    assert "ForConditionalGeneration': reads images, which kvseek does not: pass --text_only" in capsys.readouterr().err
+    assert build.main([*arguments, "--text_only"]) == 0
+    told = capsys.readouterr().err
+    assert re.search(r"\d+ tensors for images \(model\.visual\.\*\) are left out: --text_only", told)
+    assert "2 tensors of the multi-token-prediction head (mtp.*) are not used" in told
+    assert "8 greedy tokens are equal" in told
+    assert read_config(engine).model.architecture == architecture
+    assert build.main(["--check", "--output_dir", str(engine), "--model", str(model)]) == 0
+
+
+def save_with_images(directory: Path, architecture: str) -> Path:
+    """A model that reads images, with a head that predicts further tokens; of a mixture all experts are in one tensor."""
+    import transformers
+
+    prefix, sizes = class_prefix(architecture), {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "depth": 1}
+    text = random_models.SHAPE | ARCHITECTURE_SHAPE[architecture]
+    ids = {name: number for number, name in enumerate(("image_token_id", "video_token_id", "vision_start_token_id"), 5)}
+    images = sizes | {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 16}
+    config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=images, **ids)
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+    randomise(model)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors |= {f"mtp.{name}.weight": torch.ones(4) for name in ("fc", "norm")}
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_tokenizer(directory)
+    return directory
+
+
+def test_text_only_needs_something_to_leave_out(model: Path, tmp_path: Path) -> None:
+    for path in (model, write_gguf(tmp_path / "model.gguf", model, "llama")):
+        with pytest.raises(ConfigError, match="text_only = True: must be left out with a model that reads no images"):
+            open_checkpoint(path, text_only=True)
 
 
 def test_weight_reader(tmp_path: Path) -> None:

@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 from tests.builder.test_capacity import document
 from tests.support.checkpoint_files import edit_tensors, write_gguf
 from tests.support.prefill import run_prefill
-from tests.support.random_models import save_random_model
+from tests.support.random_models import MIXTURES, save_random_model
 from torch import Tensor
 
 from kvseek.builder import build
 from kvseek.builder.checkpoints.gguf import UNITS
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.builder.checkpoints.weights import fuse
+from kvseek.builder.checkpoints.weights import fuse, own_numbers
 from kvseek.core.config import EngineConfig, read_config
 from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, dequantise
 from kvseek.engine.leading.leader import load_decoder
-from kvseek.engine.model.weights import list_weights, load_weights
+from kvseek.engine.model.weights import EXPERTS, list_weights, load_weights
 
 CPU = torch.device("cpu")
 BFLOAT16 = ("--dtype", "bfloat16")
@@ -252,6 +252,53 @@ def test_each_matrix_has_its_own_format(
     assert (logits - expected).norm() <= 2e-2 * expected.norm()
     built(model, tmp_path / "two", *BFLOAT16, "--tp_size", "2")
     assert (logits_of(tmp_path / "two") - expected).norm() <= 5e-2 * expected.norm()
+
+
+def mixture_k_m(shape: tuple[int, ...]) -> str:
+    """As llama.cpp's Q4_K_M of a mixture: what experts multiply last in Q6_K."""
+    return "Q6_K" if shape[0] == 320 or shape[1] == 512 else "Q4_K"
+
+
+def mixture_of_5_bits(shape: tuple[int, ...]) -> str:
+    return "Q8_0" if shape[0] == 320 else "Q5_K"
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize(
+    ("types", "precision", "others"),
+    [
+        (mixture_k_m, INT4, ("experts.down", "shared.down")),
+        (mixture_of_5_bits, INT8_ASYMMETRIC, ()),
+        (all_of_8_bits, INT8_GROUPS, ()),
+    ],
+)
+def test_experts_have_the_files_numbers(
+    architecture: str, types: Types, precision: str, others: tuple[str, ...], tmp_path: Path
+) -> None:
+    """On the CPU and on a GPU, where kernels multiply experts of both formats."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 5, "num_experts_per_tok": 2}
+    own = {"shared_expert_intermediate_size": 512} if architecture == "qwen2_moe" else {"head_dim": 64}
+    model = write(tmp_path, types, architecture, num_hidden_layers=2, mlp_only_layers=[], **sizes, **own)
+    kept = {one for one in others if architecture == "qwen2_moe" or "shared" not in one}
+    checkpoint = open_checkpoint(model)
+    for device in ("cpu", "cuda"):
+        numbers = own_numbers(checkpoint, device)
+        assert numbers is not None
+        names = {name.split(".", 2)[2] for name in numbers.formats if name.startswith("layers")}
+        assert (numbers.precision, names) == (precision, kept)
+        assert set(numbers.formats.values()) <= {INT8_ASYMMETRIC}
+    built(model, tmp_path / "own", *BFLOAT16)
+    weights = load_weights(tmp_path / "own", CPU)
+    for one in list_weights(checkpoint.config):
+        if f".{EXPERTS}." in one.name:
+            values = dequantise(weights[one.name], weights[f"{one.name}_scale"], torch.float32)
+            expected = fuse(checkpoint, one)
+            assert (values - expected).norm() <= 2.0**-11 * expected.norm()
+    built(model, tmp_path / "exact")
+    expected, logits = logits_of(tmp_path / "exact"), logits_of(tmp_path / "own")
+    # Where two experts are nearly as likely, rounding may choose the other one.
+    errors = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.median() <= 4e-2
 
 
 def test_what_is_rounded_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

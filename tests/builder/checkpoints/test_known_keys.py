@@ -15,7 +15,7 @@ import pytest
 from gguf import GGUFValueType
 from tests.conftest import RandomModel
 from tests.support.checkpoint_files import LLAMA, edit_gguf, edit_json, finish, write_gguf
-from tests.support.random_models import ARCHITECTURE_SHAPE, SHAPE, class_prefix, save_random_model
+from tests.support.random_models import ARCHITECTURE_SHAPE, MIXTURES, SHAPE, class_prefix, save_random_model
 
 from kvseek.builder.checkpoints.effective_config import (
     check_effective_config,
@@ -47,6 +47,9 @@ CLASSES = (
     "Qwen3Config",
     "Qwen2MoeConfig",
     "Qwen3MoeConfig",
+    "Qwen3NextConfig",
+    "Qwen3_5TextConfig",
+    "Qwen3_5MoeTextConfig",
 )
 LISTS = {"CONFIG": CONFIG, "GENERATION": GENERATION, "GGUF": GGUF, "TENSORRT_LLM": TENSORRT_LLM}
 # Keys of gguf's constants that ask for parts which the decoder lacks; they are refused as unknown.
@@ -294,8 +297,8 @@ def saved(directory: Path, architecture: str, **changes: Any) -> Path:
     """A directory with a config.json and nothing else."""
     import transformers
 
-    prefix = class_prefix(architecture)
-    config_class = getattr(transformers, f"{prefix}Config")
+    prefix, kind = class_prefix(architecture), "Text" * architecture.startswith("qwen3_5")
+    config_class = getattr(transformers, f"{prefix}{kind}Config")
     values = {**SHAPE, **ARCHITECTURE_SHAPE[architecture], **changes}
     config_class(architectures=[f"{prefix}ForCausalLM"], **values).save_pretrained(directory)
     return directory
@@ -321,9 +324,14 @@ def test_every_field_is_compared(architecture: str, changes: dict[str, Any], tmp
     if model.experts is not None:
         others["architecture"] = "qwen2_moe" if architecture == "qwen3_moe" else "qwen3_moe"
         others["experts"] = dataclasses.replace(model.experts, dense_layers=(0,))
+    if model.delta_net is not None:
+        others["delta_net"] = dataclasses.replace(model.delta_net, conv_kernel=3)
+        others["rotary_dim"] = 2
+        # A model of another kind would not have these layers.
+        names = {name: value for name, value in names.items() if name != "architecture"}
     for name in names:
         value = getattr(model, name)
-        if name == "experts" and value is None:
+        if name in ("experts", "delta_net", "rotary_dim") and value is None:
             continue
         other = others[name] if name in others else not value if isinstance(value, bool) else value * 2
         message = rf"config\.json: {name}: kvseek reads {re.escape(repr(other))}, transformers \S+ reads "
@@ -411,11 +419,13 @@ def test_dynamic_frequencies_beyond_their_reach_are_others(tmp_path: Path) -> No
         check_effective_config(further, directory)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", *MIXTURES])
 def test_every_field_that_transformers_reads_from_gguf_metadata_is_compared(
     architecture: str, random_model: RandomModel, tmp_path: Path
 ) -> None:
-    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", random_model(architecture), architecture))
+    mixed = {"mlp_only_layers": []} if architecture in MIXTURES else {}
+    made = random_model(architecture, **mixed)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", made, architecture))
     assert isinstance(checkpoint, GgufCheckpoint)
     checkpoint.check()
     model, metadata, path = checkpoint.config, checkpoint._metadata, checkpoint.path
@@ -436,8 +446,17 @@ def test_every_field_that_transformers_reads_from_gguf_metadata_is_compared(
         )
         with pytest.raises(ConfigError, match=message):
             check_gguf_metadata(other, path, metadata, checkpoint._tensors)
+    if model.experts is not None:
+        for change in (
+            {"num_experts": 5},
+            {"num_experts_per_tok": 1},
+            {"norm_topk_prob": not model.experts.norm_topk_prob},
+        ):
+            other = dataclasses.replace(model, experts=dataclasses.replace(model.experts, **change))
+            with pytest.raises(ConfigError, match=r"model\.gguf: experts: kvseek reads .*, transformers \S+ reads"):
+                check_gguf_metadata(other, path, metadata, checkpoint._tensors)
     # Only with a key that transformers reads; qwen files state the head size by one that it does not know.
-    stated = {**metadata, f"{architecture}.vocab_size": 500}
+    stated = {**metadata, f"{checkpoint.architecture}.vocab_size": 500}
     with pytest.raises(ConfigError, match=r"vocab_size: kvseek reads 384, transformers \S+ reads 500"):
         check_gguf_metadata(model, path, stated, checkpoint._tensors)
 

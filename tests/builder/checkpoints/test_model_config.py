@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from tests.support.checkpoint_files import LLAMA, LLAMA3
 from tests.support.random_models import save_random_model
 
 from kvseek.builder import build
-from kvseek.builder.checkpoints.effective_config import check_effective_config
+from kvseek.builder.checkpoints.effective_config import check_effective_config, transformers_config
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size
-from kvseek.core.config import ExpertsConfig, ModelConfig, RopeScaling, read_config
+from kvseek.core.config import DeltaNetConfig, ExpertsConfig, ModelConfig, RopeScaling, read_config
 from kvseek.core.errors import ConfigError
+from kvseek.engine.model.weights import list_weights
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 # LLAMA reaches 4,096 tokens, 4 times as far as here.
@@ -452,6 +454,87 @@ QWEN_15_MOE = QWEN_25 | {
     "sliding_window": 32768,
     "vocab_size": 151936,
 }
+QWEN_3_NEXT = {
+    key: value for key, value in QWEN_3_MOE.items() if key not in ("max_window_layers", "sliding_window")
+} | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+}
+# The text parts, as these models' text_config.
+QWEN_35_TEXT = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+QWEN_35_27B = QWEN_35_TEXT | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+    "linear_num_value_heads": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_text",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 4,
+}
+QWEN_35_35B = QWEN_35_TEXT | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "hidden_size": 2048,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+    "linear_num_value_heads": 32,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+}
 QWEN_2_57B = QWEN_15_MOE | {
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -572,13 +655,9 @@ PUBLISHED_MODELS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         MISTRAL_2 | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8},
         "architectures = 'MixtralForCausalLM': must be one of",
     ),
-    "Qwen3-Next-80B-A3B": (
-        QWEN_3_MOE | {"architectures": ["Qwen3NextForCausalLM"], "linear_conv_kernel_dim": 4},
-        "architectures = 'Qwen3NextForCausalLM': .*Gated DeltaNet layers keep a state",
-    ),
-    "Qwen3.5-35B-A3B": (
-        {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": {}},
-        "architectures = 'Qwen3_5MoeForConditionalGeneration': .*use a Qwen3 or Qwen3-MoE",
+    "Qwen3.6 without its text part": (
+        {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {}},
+        "vision_config = {}: must be a key that kvseek knows",
     ),
     "Gemma-2-9B": (
         LLAMA_3 | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0},
@@ -607,6 +686,41 @@ def test_published_configurations(name: str, tmp_path: Path) -> None:
     assert {field: found[field] for field in expected} == expected
     assert total_size(config, WeightFormat(torch.bfloat16)) == 2 * parameters
     assert config.max_position_embeddings == values["max_position_embeddings"]
+
+
+STATES = DeltaNetConfig(tuple(layer for layer in range(64) if layer % 4 < 3), 16, 48, 128, 128, 4)
+HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen3-Next-80B-A3B": (
+        QWEN_3_NEXT,
+        {
+            "rotary_dim": 64,
+            "row_layers": tuple(range(3, 48, 4)),
+            "experts": ExpertsConfig(512, 10, 512, norm_topk_prob=True, shared_intermediate_size=512),
+        },
+    ),
+    "Qwen3.5-27B": (QWEN_35_27B, {"delta_net": STATES, "experts": None, "tie_word_embeddings": False}),
+    "Qwen3.5-35B-A3B": (
+        QWEN_35_35B,
+        {
+            "row_layers": tuple(range(3, 40, 4)),
+            "experts": ExpertsConfig(256, 8, 512, norm_topk_prob=True, shared_intermediate_size=512),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids(name: str, tmp_path: Path) -> None:
+    """As transformers reads them, and with as many parameters as its models have."""
+    from transformers import AutoModelForCausalLM
+
+    values, expected = HYBRIDS[name]
+    config = read_by_both(values, tmp_path)
+    assert {field: getattr(config, field) for field in expected} == expected
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(transformers_config(tmp_path))
+    found = sum(math.prod(weight.shape) for weight in list_weights(config))
+    assert found == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", OTHER_REACH)

@@ -129,6 +129,17 @@ RUN = [
     Case(Shape("qwen2_moe", qkv_bias=True, experts=5, chosen=5, normalised=True, dense=(0,))),
     Case(Shape("qwen3_moe", experts=9, chosen=2, normalised=True, dense=(1,))),
     Case(Shape("qwen3_moe", experts=4, qkv_bias=True, output_bias=True), {"attention_bias": True}),
+    Case(Shape("qwen3_next", states=(0,), experts=5, chosen=3, normalised=True), files=Files("bfloat16", "shards")),
+    Case(Shape("qwen3_next", states=(1,), value_heads=2, head="none"), {"tie_word_embeddings": True}),
+    Case(
+        Shape("qwen3_next", states=(0,), experts=4, dense=(1,), qkv_bias=True, output_bias=True),
+        {"attention_bias": True},
+    ),
+    Case(Shape("qwen3_5", states=(0,)), {"partial_rotary_factor": 0.5}),
+    Case(
+        Shape("qwen3_5", states=(1,)), {"rope_parameters": {**YARN, "rope_theta": 500.0, "partial_rotary_factor": 1.0}}
+    ),
+    Case(Shape("qwen3_5_moe", states=(0,), experts=6, chosen=2), {"norm_topk_prob": ABSENT, "mlp_only_layers": ABSENT}),
     *(Case(config=own) for own in ROPE.values()),
     Case(files=Files(layout="both")),  # a single file beside the shards of an index: transformers reads the single file
 ]

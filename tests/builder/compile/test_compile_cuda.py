@@ -15,13 +15,14 @@ import pytest
 import torch
 from tests.plugins.cases import CASES as CASES_OF_METHODS
 from tests.plugins.cases import Settings
+from tests.support.emulated_kernels import expert_kernels
 from tests.support.random_models import save_random_model
 from tests.support.structs import KERNEL, NVRTC_OFFSET, ROOT, compiled_part, declared_structs, layout_assertions
 
 from kvseek.builder import build
 from kvseek.builder.compile import cuda as compile_cuda
 from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
-from kvseek.core.config import EngineConfig, ExpertsConfig, ModelConfig, read_config
+from kvseek.core.config import DeltaNetConfig, EngineConfig, ExpertsConfig, ModelConfig, read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
 from kvseek.core.manifest import read_manifest, verify
 from kvseek.core.weight_only import INT4
@@ -120,8 +121,8 @@ def config(
 ) -> EngineConfig:
     model = ModelConfig("llama", 100, 128, 256, 2, 2 * group_size, 2, head_dim, 1e-6, 1e4, 8192)
     if experts:
-        mixture = ExpertsConfig(4, 2, 128, norm_topk_prob=True)
-        model = dataclasses.replace(model, architecture="qwen3_moe", experts=mixture)
+        mixture, states = ExpertsConfig(4, 2, 128, norm_topk_prob=True), DeltaNetConfig((0,), 2, 4, 64, 64, 4)
+        model = dataclasses.replace(model, architecture="qwen3_next", experts=mixture, delta_net=states)
     own = EngineConfig(model, method, dict(settings), dtype=dtype, device="cuda", weight_only_precision=precision)
     return dataclasses.replace(own, weight_formats={"layers.0.o": "int8_asymmetric"} if precision == INT4 else {})
 
@@ -138,17 +139,17 @@ def written_kernels(
     """Name of each kernel of a method's translation unit in the sources, and of the struct that it takes, with namespaces.
 
     Those of products are there for numbers of 16 bits, those of weights of 8 bits with such weights alone, and those of an
-    option with its macro.
+    option with its macro. `experts` stands for a hybrid with experts.
     """
-    macros = macro_names(method, settings) | ({"KVSEEK_EXPERTS"} if experts else set())
+    macros = macro_names(method, settings) | ({"KVSEEK_EXPERTS", "KVSEEK_DELTA_NET"} if experts else set())
     names = compile_cuda.unit_sources(method, [ROOT])
     texts = [compiled_part((ROOT / name).read_text(), macros) for name in names if not name.endswith("/products.cu")]
-    texts += [(ROOT / "kernels/cuda/layer/experts.cuh").read_text()] * experts
     found = {kernel: arguments for text in texts for kernel, arguments in KERNEL.findall(text)}
-    # kernels/cuda/layer/products.cu makes its kernels by a macro, as tests/kernels/cuda/layer/test_products.py checks.
+    # kernels/cuda/layer/products.cu makes its kernels by macros, as tests/kernels/cuda/layer checks.
     if dtype == "float32":
         return found
     beside = {INT4: ["int8_groups", "int8_asymmetric"]}.get(precision, [])
+    found |= expert_kernels("int8_asymmetric" in beside) if experts else {}
     for form in (Format.of(one, 32, torch.bfloat16) for one in {"none", precision, *beside}):
         found |= dict.fromkeys(product_names(form.kernel), "kvseek::LinearArguments")
         if form.precision != "none":
@@ -323,7 +324,7 @@ def test_kernels_compile_and_lie_in_memory_as_python_thinks(
     monkeypatch.setattr(core, "ProgramOptions", partial(core.ProgramOptions, ofast_compile="max"))
     method, settings = VARIANTS[number % len(VARIANTS)]
     dtype, dim, group, precision, arch = CASES[(number + 1) % len(CASES)]
-    experts = dtype != "float32" and precision != "int8_asymmetric" and number % 2 == 0
+    experts = dtype != "float32" and (number % 2 == 0 or precision == "int8_asymmetric")
     written = written_kernels(method, dtype, precision, settings, experts=experts)
     of_gpus = [structs for source, structs in declared_structs().items() if source.endswith((".cu", ".cuh"))]
     made = {name: one for structs in of_gpus for name, one in structs.items()}

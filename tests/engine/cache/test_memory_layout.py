@@ -108,8 +108,8 @@ def test_device_memory_is_divided() -> None:
 
 def test_what_does_not_fit_on_the_device_is_refused_with_numbers() -> None:
     pattern = (
-        r"weights 17,179,869,184, windows 226,492,416, work space 2,147,483,648, index of 262,144 tokens 7,549,747,200 and "
-        r"rows 0 are 27,103,592,448 bytes, 26,843,545,600 are available; lower max_batch_size"
+        r"weights 17,179,869,184, windows and states 226,492,416, work space 2,147,483,648, index of 262,144 tokens "
+        r"7,549,747,200 and rows 0 are 27,103,592,448 bytes, 26,843,545,600 are available; lower max_batch_size"
     )
     for offload in ("auto", "always"):
         with pytest.raises(CapacityError, match=pattern):

@@ -89,6 +89,8 @@ def test_every_method_has_the_tokens_of_one_rank(
         ("llama", 4, 2, {"attention_bias": True, "mlp_bias": True}, 2, ("--kernels", "reference")),
         ("qwen2_moe", 4, 2, {}, 2, ()),  # a shared expert, and a layer without experts
         ("qwen3_moe", 4, 1, {}, 2, ("--weight_only_precision", "int8")),
+        ("qwen3_next", 4, 2, {}, 2, ()),
+        ("qwen3_5", 4, 1, {"attention_bias": True}, 2, ("--weight_only_precision", "int8")),
     ],
 )
 def test_every_architecture_has_the_tokens_of_one_rank(

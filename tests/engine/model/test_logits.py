@@ -10,7 +10,7 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_prefill
-from tests.support.random_models import ARCHITECTURES, MIXTURES
+from tests.support.random_models import ARCHITECTURES, HYBRIDS, MIXTURES
 
 from kvseek.core.request import Request
 from kvseek.engine.engine import Engine
@@ -76,7 +76,7 @@ def test_needle_model(needle_folder: Path, build_engine: BuildEngine) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MIXTURES, *HYBRIDS])
 def test_random_models(architecture: str, kernels: str, random_model: RandomModel, build_engine: BuildEngine) -> None:
     model = random_model(architecture)
     # A short window and small chunks: the prompt crosses chunk borders and the ring wraps while decoding.
@@ -117,10 +117,59 @@ def test_mixtures_of_experts(
     compare(model, directory, torch.arange(tokens).mul(7).remainder(379).tolist())
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 1024}
+# Hybrids: experts, heads of Gated DeltaNet (of keys and values, and their channels), kinds of layers, partial rotation.
+SPREAD_STATES: list[tuple[str, tuple[int, int, int, int], dict[str, Any]]] = [
+    ("qwen3_next", (1, 1, 16, 16), {"num_experts": 0, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True}),
+    ("qwen3_next", (2, 6, 32, 8), {"num_experts": 64, "num_experts_per_tok": 8, "partial_rotary_factor": 0.5}),
+    (
+        "qwen3_next",
+        (4, 4, 8, 64),
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "decoder_sparse_step": 2,
+            "rope_parameters": {**YARN, "partial_rotary_factor": 0.25},
+        },
+    ),
+    (
+        "qwen3_5",
+        (2, 4, 128, 128),
+        {"partial_rotary_factor": 1.0, "layer_types": ["full_attention", *["linear_attention"] * 2]},
+    ),
+    ("qwen3_5_moe", (3, 3, 24, 40), {"num_experts": 16, "num_experts_per_tok": 4, "linear_conv_kernel_dim": 1}),
+]
+
+
+@pytest.mark.parametrize("tokens", [5, 700, 3000])
+@pytest.mark.parametrize(("architecture", "heads", "fields"), SPREAD_STATES)
+def test_hybrids(
+    architecture: str,
+    heads: tuple[int, int, int, int],
+    fields: dict[str, Any],
+    tokens: int,
+    random_model: RandomModel,
+    build_engine: BuildEngine,
+) -> None:
+    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    sizes = {"max_position_embeddings": 4096, **dict(zip(names, heads, strict=True))}
+    model = random_model(architecture, **sizes, **fields)
+    directory = build_engine(model, "full", "--prefill_chunk_tokens", "500")
+    compare(model, directory, torch.arange(tokens).mul(7).remainder(379).tolist())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_with_experts(method: str, random_model: RandomModel, build_engine: BuildEngine) -> None:
+def test_every_method_with_experts_and_states(
+    method: str, architecture: str, random_model: RandomModel, build_engine: BuildEngine
+) -> None:
     """With budgets of as many rows as there are."""
-    model = random_model("qwen3_moe")
+    kinds = {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
+    model = random_model(architecture, **kinds if architecture == "qwen3_next" else {})
     window = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "0")
     directory = build_engine(model, method, *window, *method_flags(method, CASES[method].everything))
     compare(model, directory, torch.arange(300).mul(7).remainder(379).tolist())

@@ -12,7 +12,7 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.device_stand_ins import make_decoder
 from tests.support.prefill import run_prefill, run_to_end
-from tests.support.random_models import ARCHITECTURES, MIXTURES
+from tests.support.random_models import ARCHITECTURES, HYBRIDS, MIXTURES
 from torch import Tensor
 
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -37,7 +37,7 @@ LONGROPE = {
 def directories(random_model: RandomModel, build_engine: BuildEngine) -> dict[str, Path]:
     built = {}
     biased = random_model("llama", rope_parameters=LONGROPE, mlp_bias=True, attention_bias=True)
-    models = {architecture: random_model(architecture) for architecture in (*ARCHITECTURES, *MIXTURES)} | {
+    models = {architecture: random_model(architecture) for architecture in (*ARCHITECTURES, *MIXTURES, *HYBRIDS)} | {
         "longrope": biased
     }
     for architecture, model in models.items():
@@ -70,7 +70,10 @@ def decode(decoder: Any, slots: list[int]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("architecture", "device"),
-    [*itertools.product([*ARCHITECTURES, "longrope"], ["cpu", "cuda"]), *((mixture, "cpu") for mixture in MIXTURES)],
+    [
+        *itertools.product([*ARCHITECTURES, "qwen3_5", "longrope"], ["cpu", "cuda"]),
+        *((mixture, "cpu") for mixture in (*MIXTURES, "qwen3_next", "qwen3_5_moe")),
+    ],
 )
 def test_a_pack_gives_the_logits_of_its_prompts(architecture: str, device: str, directories: dict[str, Path]) -> None:
     """Also of the steps that follow: what the pack left in windows and indexes is that of prompts read alone."""

@@ -407,6 +407,6 @@ def test_rows_that_exceed_the_device_are_refused_with_the_numbers(tmp_path: Path
     model = save_random_model(tmp_path / "model", "llama", head_dim=64, max_position_embeddings=longest)
     flags = ("--max_batch_size", "64", "--max_seq_len", str(longest), "--cache.offload", "never")
     with pytest.raises(
-        CapacityError, match=r"device memory: weights [\d,]+, windows [\d,]+, work space [\d,]+, index of"
+        CapacityError, match=r"device memory: weights [\d,]+, windows and states [\d,]+, work space [\d,]+, index of"
     ):
         Engine.load(on_gpu(model, "full", *flags))

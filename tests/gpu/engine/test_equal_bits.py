@@ -48,6 +48,25 @@ def check_batches(directory: Path) -> None:
         assert ask(engine, *(prompts[number] for number in chosen)) == [alone[number] for number in chosen], chosen
 
 
+@pytest.mark.parametrize(("architecture", "precision"), [("qwen3_next", "none"), ("qwen3_5", "int4")])
+def test_states_do_not_depend_on_how_the_prompt_was_read(
+    architecture: str, precision: str, random_model: RandomModel, on_gpu: BuildEngine
+) -> None:
+    heads = {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "head_dim": 64}
+    kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    model = random_model(architecture, max_position_embeddings=4096, **sizes, **kinds, **heads)
+    form = ("--dtype", "bfloat16", "--weight_only_precision", precision, "--cache.reuse_state_tokens", "512")
+    directory = on_gpu(model, "full", *WINDOW, *LIMITS, *form)
+    check_equal_bits(directory)
+    check_batches(directory)
+
+
 @pytest.mark.parametrize(
     ("architecture", "dtype", "precision"),
     [

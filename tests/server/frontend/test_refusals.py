@@ -55,7 +55,9 @@ TOGETHER: list[dict[str, Any]] = [  # what is refused of several fields, or of l
     {"bad_words_list": [[100_000], [1]]},
     {"stop_words_list": [[100_000], [1]]},
 ]
-ANY_VALUE = re.compile(r"return_|exclude_|stream|^stop$|apply_chat|seed$|^min_(tokens|length)|pad_id|prompt_ignore")
+ANY_VALUE = re.compile(
+    r"return_|exclude_|stream|^stop$|apply_chat|speculate|seed$|^min_(tokens|length)|pad_id|prompt_ignore"
+)
 
 
 @pytest.fixture(scope="module")

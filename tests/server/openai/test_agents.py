@@ -163,17 +163,22 @@ def test_a_structured_answer_begins_after_thinking(client: OpenAI, model: str, t
     assert parsed.choices[0].message.model_extra["reasoning"] == "I {look}."
 
 
-@pytest.mark.parametrize("budget", [0, 7])
-def test_a_budget_of_thinking(client: OpenAI, model: str, tokenizer: Tokenizer, budget: int) -> None:
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [({"thinking_token_budget": 0}, 0), ({"thinking_token_budget": 7}, 7), ({"reasoning_effort": "minimal"}, 128)],
+)
+def test_a_budget_of_thinking(
+    client: OpenAI, model: str, tokenizer: Tokenizer, fields: dict[str, Any], budget: int
+) -> None:
     opening, closing = map(tokenizer.added_token, ("<think>", "</think>"))
     body = {
         "forced_tokens": [opening],
-        "thinking_token_budget": budget,
+        **fields,
         "return_token_ids": True,
         "min_p": 0.0,
         "logit_bias": {str(closing): -100},  # the model would go on thinking
     }
-    answer = client.chat.completions.create(model=model, messages=TALK, max_tokens=30, extra_body=body)
+    answer = client.chat.completions.create(model=model, messages=TALK, max_tokens=budget + 20, extra_body=body)
     tokens: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
     assert tokens.index(closing) == budget + 1  # type: ignore[arg-type]
     assert answer.usage is not None
@@ -274,7 +279,7 @@ def test_texts_and_conversations_are_tokenised(server: RunningServer, model: str
             "one of the tools",
         ),
         ({"thinking_token_budget": -1}, "thinking_token_budget", "must be in"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "can only be switched off"),
+        ({"reasoning_effort": "much"}, "reasoning_effort", "must be none, minimal, low, medium, high, xhigh, max"),
         ({"messages": [*TALK, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id", "the id of a call"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}]},

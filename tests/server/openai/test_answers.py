@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.support.tool_models import CALLS, OPENED, SWITCHED, template, tool_tokenizer, written_call, written_calls
 
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.engine.schedule.guides import GuideMatcher, Guides
@@ -375,6 +376,33 @@ def test_forms_are_those_of_the_template(made: Made, directory: Path, tmp_path: 
     assert AnswerForms(made("hermes"), "auto", "deepseek_r1").thinking_of("assistant:").opened  # type: ignore[union-attr]
     assert len(form_of(made("mistral"), "mistral").call_id()) == 9
     assert (SWITCHED, OPENED) != ("", "")
+
+
+def test_an_effort_is_a_budget_where_the_template_knows_none(
+    made: Made, directory: Path, config: EngineConfig, tmp_path: Path
+) -> None:
+    body = b'{"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "%b"%b}'
+
+    def budget(tokenizer: Tokenizer, effort: bytes, more: bytes = b"") -> tuple[bool, int | None]:
+        (prompt,) = CHAT_FORMAT.read(body % (effort, more)).prompts(tokenizer, config, AnswerForms(tokenizer))
+        thinking, guided = prompt.form.thinking, prompt.guide is not None
+        assert guided == (thinking is not None and thinking.budget is not None)
+        return thinking is not None, None if thinking is None else thinking.budget
+
+    switched = made("hermes")
+    opens = tool_tokenizer(directory, tmp_path / "opens", template("hermes", OPENED))
+    for effort, most in ((b"minimal", 128), (b"low", 1024), (b"medium", 4096), (b"high", None), (b"max", None)):
+        assert budget(switched, effort) == budget(opens, effort) == (True, most)
+    assert budget(switched, b"low", b', "thinking_token_budget": 7') == (True, 7)
+    assert budget(switched, b"low", b', "chat_template_kwargs": {"enable_thinking": false}') == (False, None)
+    assert budget(switched, b"none") == (False, None), "switched off by the template"
+    assert budget(opens, b"none") == (True, 0)
+    knows = tool_tokenizer(directory, tmp_path / "knows", template("hermes", "{{ reasoning_effort }}"))
+    assert budget(knows, b"low") == (True, None)
+    plain = Tokenizer(directory)
+    assert budget(plain, b"none") == (False, None), "it never thinks"
+    with pytest.raises(FieldError, match=r'reasoning_effort = .low.: must be "none" or null for a model'):
+        budget(plain, b"low")
 
 
 def followed(matcher: GuideMatcher, ids: list[int]) -> tuple[int, bool]:

@@ -185,10 +185,14 @@ def test_choices_thinking_and_schemas(asks: Asks) -> None:
     begun = asks.message("lit.", messages=[ASK, {"role": "assistant", "content": "It is "}], thinking=off)
     assert begun["content"][0]["text"] == "lit.", "the answer goes on"
     opening = asks.tokenizer.added_token("<think>")
-    few = asks.message(
-        "", thinking={"type": "enabled", "budget_tokens": 7}, forced_tokens=[opening], temperature=0, max_tokens=30
-    )
-    assert few["content"][0]["type"] == "thinking"
+    no_end = {str(asks.tokenizer.added_token("</think>")): -100}  # the model would go on thinking
+    for fields, most in (
+        ({"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
+        ({"output_config": {"effort": "minimal"}}, 128),
+    ):
+        own = {"forced_tokens": [opening], "max_tokens": most + 20, "logit_bias": no_end, **fields}
+        content = asks.message("", **own, temperature=0)["content"]
+        assert [block["type"] for block in content] == ["thinking", "text"], "its end has come"
 
 
 TEXT, RESULT = {"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "c"}
@@ -212,7 +216,7 @@ CALL = {"type": "tool_use", "id": "c", "name": "note", "input": {}}
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name = 'a b'"),
         ({"tools": [{"name": "a", "input_schema": []}]}, "tools[0].input_schema"),
         ({"tools": [NOTE], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name = 'x'"),
-        ({"output_config": {"effort": "high"}}, "output_config.effort = 'high'"),
+        ({"output_config": {"effort": "much"}}, "output_config.effort = 'much': must be none, minimal, low"),
         ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens = -1"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
         ({"n": 2}, "n: there is no such field"),

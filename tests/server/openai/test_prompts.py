@@ -34,7 +34,8 @@ def messages(talk: Any) -> list[dict[str, str]]:
 def chat_ids(talk: list[dict[str, str]], tokenizer: Tokenizer, config: EngineConfig) -> list[int]:
     """As chats are tokenised."""
     text = chat_text(talk, tokenizer, config)
-    return encode("messages", text, partial(tokenizer.encode_conversation, salt=None), config.max_input_len)
+    tokenise = partial(tokenizer.encode_conversation, salt=None, max_tokens=config.max_input_len)
+    return encode("messages", text, tokenise, config.max_input_len)
 
 
 def expected_ids(folder: Path, talk: Any) -> list[int]:

@@ -20,13 +20,14 @@ from tests.support.tool_models import ANSWER, ARGUMENTS, NOTE_SCHEMA
 from tests.support.waiting import SECONDS
 
 from kvseek.core.config import EngineConfig
-from kvseek.core.errors import CodedError, ErrorCode, KvseekError, RequestError
+from kvseek.core.errors import CodedError, ErrorCode, KvseekError, QueueFullError, RequestError
+from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.server.http.errors import HttpError
 from kvseek.server.launch import RunningServer
 from kvseek.server.openai.answers import AnswerForm, AnswerForms
 from kvseek.server.openai.anthropic import MESSAGES_FORMAT, read_messages
-from kvseek.server.openai.choices import make_choices
+from kvseek.server.openai.choices import Choice, make_choices, usage
 from kvseek.server.openai.fields import FieldError, openai_error
 from kvseek.server.openai.kept_responses import OWN_BYTES, KeptResponses
 from kvseek.server.openai.responses import Responses, read_items
@@ -190,6 +191,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(script: Script, streams: bool) 
     fields = {"tools": [NOTE], "extra_body": {"forced_tokens": script.tokenizer.encode(ANSWER, False), "stop": ["lit"]}}
     stopped = script.stream("", **fields)[1] if streams else script.create("", **fields)
     assert (stopped.status, stopped.output[2].status) == ("incomplete", "incomplete"), "within a call"
+    assert stopped.incomplete_details.reason == "stop"
     assert script.create("Yes.", previous_response_id=stopped.id).output_text == "Yes."
     for written in ("<think>", "<think>\n"):  # nothing has been said yet
         begun = script.tokenizer.encode(written, False)
@@ -227,6 +229,29 @@ def test_responses_are_kept_shown_and_forgotten(script: Script, server: RunningS
     script.client.responses.delete(kept.id)
     with pytest.raises(openai.NotFoundError):
         script.client.responses.retrieve(kept.id)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_items_of_kept_responses_are_input_by_their_ids(script: Script, streams: bool) -> None:
+    first = script.stream(ANSWER, tools=[NOTE])[1] if streams else script.create(ANSWER, tools=[NOTE])
+    asked = {"role": "user", "content": "Is the light lit?"}
+    output = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "noted"}
+    items = [item.model_dump(exclude_unset=True) for item in first.output]
+    whole = script.create("Done.", tools=[NOTE], input=[asked, *items, output])
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    short = script.create("Done.", tools=[NOTE], input=[asked, *references, output])
+    assert short.usage.input_tokens == whole.usage.input_tokens
+    long = script.create("Yes. " * 300, top_logprobs=20)
+    again = script.create("Yes.", input=[asked, {"type": "item_reference", "id": long.output[0].id}, asked])
+    assert again.usage.input_tokens > 300, "however many log probabilities it has"
+    with pytest.raises(openai.BadRequestError, match="must be another one than before") as twice:
+        script.create("Yes.", input=[references[1], references[1]])
+    assert twice.value.param == "input[1].id"
+    gone = script.create("Yes.", store=False).output[0].id
+    for absent in (gone, "msg_1", "x", f"{first.output[1].id}0"):
+        with pytest.raises(openai.NotFoundError, match=f"Item with id '{absent}' not found") as caught:
+            script.create("Yes.", input=[asked, {"type": "item_reference", "id": absent}])
+        assert (caught.value.param, caught.value.code) == ("input[1].id", "item_not_found")
 
 
 def test_what_is_kept_is_bounded_and_goes_by_use() -> None:
@@ -268,6 +293,70 @@ def test_an_owner_makes_room_with_its_own_responses() -> None:
     assert (kept.get("a", one), len(kept.get("small", other))) == (b"A", 3 * OWN_BYTES), "its bytes are counted off"
 
 
+def test_streams_hold_bytes_of_their_owners_responses_and_the_largest_of_them_ends() -> None:
+    one, other = Tenant(b"1", "one"), Tenant(b"2", "other")
+    kept = KeptResponses(most_bytes=6 * OWN_BYTES)
+    kept.add("a", b"A", [], None, one)
+    kept.add("b", b"B", [], None, other)
+    small, large = kept.unfinished(other), kept.unfinished(other)
+    small.add(OWN_BYTES)
+    large.add(2 * OWN_BYTES)
+    large.add(OWN_BYTES)
+    assert kept.find("b", other) is None, "it made room for a stream of its owner"
+    assert kept.find("a", one) == b"A"
+    small.add(OWN_BYTES)
+    assert large.ended, "streams alone are too much"
+    with pytest.raises(QueueFullError, match="bytes of the response are held until it ends"):
+        large.add(0)
+    own = kept.unfinished(one)
+    own.add(2 * OWN_BYTES)
+    assert kept.find("a", one) == b"A", "the bytes of a stream that has ended are counted off"
+    small.close()
+    small.close()
+    kept.add("large", b"L" * 2 * OWN_BYTES, [], None, one)
+    own.close()
+    kept.add("c", b"C" * OWN_BYTES, [], None, other)
+    assert None not in (kept.find("large", one), kept.find("c", other))
+
+
+def test_a_stream_ends_when_there_is_no_room_for_what_it_holds(tokenizer: Tokenizer) -> None:
+    kept = KeptResponses(most_bytes=20_000)
+    asked = Responses(tokenizer, kept).read(b'{"model": "m", "input": "x", "top_logprobs": 5}', Tenant())
+    answer, choice = (
+        asked.answer(AnswerForm(), 1),
+        Choice(Request((5,), 900, SamplingConfig(logprobs=5)), tokenizer, (), True),
+    )
+    answer.begin(1)
+    token = tokenizer.encode("light", False)[-1]
+    output = StepOutput(1, token, logprobs=LogProbs(-0.5, ((token, -0.5), *((each, -9.0) for each in range(4)))))
+
+    def write() -> None:
+        for _ in range(100):
+            for piece in choice.push([output]):
+                answer.pieces(0, piece)
+
+    with pytest.raises(QueueFullError) as caught:
+        write()
+    event = json.loads(answer.failed(caught.value)[1].split(b"data: ")[1])
+    assert event["response"]["error"]["code"] == "rate_limit_exceeded"
+    answer.release()
+    kept.add("a", b"A" * 15_000, [], None, Tenant())
+    assert kept.find("a", Tenant()) is not None, "nothing is counted of it any more"
+
+
+def test_a_time_limit_is_told_from_too_few_tokens(tokenizer: Tokenizer) -> None:
+    for reason, told in ((FinishReason.TIMEOUT, "timeout"), (FinishReason.LENGTH, "max_output_tokens")):
+        answer = (
+            Responses(tokenizer, KeptResponses())
+            .read(b'{"model": "m", "input": "x"}', Tenant())
+            .answer(AnswerForm(), 1)
+        )
+        (piece,) = Choice(Request((5,), 9), tokenizer, (), False).push([StepOutput(1, 7, reason)])
+        response = json.loads(answer.whole([piece], usage(1, 1, 0)))
+        assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": told})
+        assert response["output"][0]["status"] == "incomplete"
+
+
 CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 RETURNED = {"type": "function_call_output", "call_id": "c", "output": "x"}
 
@@ -285,6 +374,8 @@ RETURNED = {"type": "function_call_output", "call_id": "c", "output": "x"}
         ({"input": [{"role": "user", "content": "x", "y": 1}]}, "input[0]", "input[0].y: there is no such field"),
         ({"input": [CALLED | {"arguments": "{"}]}, "input", "input[0].arguments: is no JSON"),
         ({"input": [CALLED, RETURNED | {"call_id": "d"}]}, "input[1].call_id", "the id of a call"),
+        ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].type", "text alone"),
+        ({"input": [{"type": "item_reference"}]}, "input[0]", "missing required field `id`"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content", "cannot decrypt"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "no tools of its own"),
         ({"tools": [NOTE | {"name": "a b"}]}, "tools[0].name", "1 to 128 letters"),
@@ -292,10 +383,10 @@ RETURNED = {"type": "function_call_output", "call_id": "c", "output": "x"}
         ({"tools": [NOTE], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name", "one of the tools"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "an object"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "text.format.type: Invalid enum value"),
-        ({"text": {"verbosity": "low"}}, "text", "text.verbosity: Invalid enum value 'low'"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "can only be switched off"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "text.verbosity = 'low': must be \"medium\""),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort", "must be none, minimal, low"),
         ({"reasoning": {"summary": "long"}}, "reasoning", "reasoning.summary: Invalid enum value"),
-        ({"include": ["file_search_call.results"]}, "include", "include[0]: Invalid enum value"),
+        ({"include": ["file_search_call.results"]}, "include[0]", "'file_search_call.results': must be message"),
         ({"metadata": {"a": "x" * 513}}, "metadata", "of length <= 512"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"max_output_tokens": 9000}, "max_output_tokens", "max_seq_len"),

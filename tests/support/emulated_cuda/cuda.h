@@ -326,6 +326,9 @@ inline float __uint_as_float(unsigned x) {
 inline float __int_as_float(int x) {
     return __uint_as_float(static_cast<unsigned>(x));
 }
+inline float rsqrtf(float x) {
+    return 1.0f / std::sqrt(x);
+}
 inline float __fdiv_rn(float x, float y) {
     return x / y;
 }

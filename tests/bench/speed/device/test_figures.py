@@ -78,6 +78,14 @@ def test_shapes_are_of_their_size() -> None:
     attention, router, expert = 2 * (32 + 4) * 128 * 2048, 128 * 2048, 3 * 768 * 2048
     assert matrix_numbers(mixture, 1) == 48 * (attention + router + 8 * expert)
     assert matrix_numbers(mixture, 2) == 48 * (attention + router + round((16 - 0.5) * expert))
+    for name in ("qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"):
+        hybrid = get_shape(name, 10)
+        layers = {name: shape for name, shape in weight_shapes(hybrid).items() if name.startswith("layers.")}
+        matrices = {
+            name: shape for name, shape in layers.items() if len(shape) > 1 and not name.endswith(".conv.weight")
+        }
+        assert matrix_numbers(hybrid) == sum(map(math.prod, matrices.values()))
+    assert row_numbers(hybrid) == 10 * 2 * 2 * 256, "a quarter of the layers have rows"
     with pytest.raises(ConfigError, match="--shape = 'gpt': must be one of"):
         get_shape("gpt", 10)
 

@@ -16,9 +16,11 @@ from kvseek.kernels.cuda.layer.experts import ExpertKernels
 pytestmark = pytest.mark.slow
 
 
-def kernels_of(config: ExpertsConfig, dtype: str = "bfloat16", precision: str = NONE) -> ExpertKernels:
-    kernels = cast("CudaKernels", emulated_experts(dtype, precision))
-    return ExpertKernels(kernels, checks.DTYPES[dtype], config, precision)
+def kernels_of(
+    config: ExpertsConfig, dtype: str = "bfloat16", precision: str = NONE, asymmetric: bool = False
+) -> ExpertKernels:
+    kernels = cast("CudaKernels", emulated_experts(dtype, precision, asymmetric))
+    return ExpertKernels(kernels, checks.DTYPES[dtype], config, precision, asymmetric=asymmetric)
 
 
 @pytest.mark.parametrize("config", checks.CONFIGS)
@@ -28,19 +30,32 @@ def test_routes(config: ExpertsConfig) -> None:
 
 @pytest.mark.parametrize("prompt", [False, True], ids=["step", "prompt"])
 @pytest.mark.parametrize("dtype", checks.DTYPES)
-@pytest.mark.parametrize("config", checks.CONFIGS[:4])
+@pytest.mark.parametrize("config", [*checks.CONFIGS[:4], checks.CONFIGS[-1]])
 def test_products(config: ExpertsConfig, dtype: str, prompt: bool) -> None:
-    checks.check_products(kernels_of(config, dtype), "cpu", rows=(1, 5, 20), hidden=88, prompt=prompt)
+    many = config.num_experts_per_tok > 16
+    checks.check_products(
+        kernels_of(config, dtype), "cpu", rows=(1, 64) if many else (1, 5, 20), hidden=88, prompt=prompt
+    )
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("int8", "bfloat16"), ("fp8", "float16"), ("fp8_groups", "bfloat16"), ("int4", "bfloat16")]
+    ("precision", "dtype", "asymmetric"),
+    [
+        ("int8", "bfloat16", False),
+        ("fp8", "float16", False),
+        ("fp8_groups", "bfloat16", False),
+        ("int4", "bfloat16", False),
+        ("int8_asymmetric", "float16", False),
+        ("int4", "bfloat16", True),
+        ("int8_groups", "bfloat16", True),
+    ],
 )
-def test_narrow_weights(precision: str, dtype: str) -> None:
-    """Of 8 bits, and in groups along the inputs."""
-    kernels = kernels_of(ExpertsConfig(5, 2, 384, norm_topk_prob=True), dtype, precision)
+def test_narrow_weights(precision: str, dtype: str, asymmetric: bool) -> None:
+    """Of 8 bits, and in groups along the inputs; with `asymmetric` down has other numbers than gate_up."""
+    kernels = kernels_of(ExpertsConfig(5, 2, 384, norm_topk_prob=True), dtype, precision, asymmetric)
+    hidden = 240 if precision == "int8_asymmetric" else 256  # no whole blocks
     for prompt in (False, True):
-        checks.check_products(kernels, "cpu", rows=(1, 11), hidden=256, prompt=prompt)
+        checks.check_products(kernels, "cpu", rows=(1, 11), hidden=hidden, prompt=prompt)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

@@ -1,0 +1,289 @@
+"""What a Gated DeltaNet layer (arXiv:2412.06464) computes between its products, in PyTorch: prompts, and the definition of steps.
+
+A token's queries, keys and values pass a causal convolution of each channel and silu. Each value head then keeps a state
+S [key channels, value channels], which a token changes by what its key does not find there yet:
+
+    S ← exp(g) S,   S ← S + k ⊗ β (v − k S),   out = q S
+
+Queries and keys have length 1 (queries then a head's scale), β = sigmoid(b), g = −exp(a_log) softplus(a + dt). A head's output is
+normalised and multiplied with silu(z). As transformers' Qwen3NextGatedDeltaNet, but all of it in float32, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvseek.core.config import STATE_BLOCK as BLOCK
+
+if TYPE_CHECKING:
+    from kvseek.core.config import DeltaNetConfig
+
+LENGTH_EPSILON = 1e-6  # of a query's and a key's squared length
+# Blocks that a device solves at once, always as many: a library may choose another order of sums for another number.
+GROUPS = {"cpu": 1, "cuda": 8}
+
+
+@dataclass(frozen=True)
+class DeltaParameters:
+    """What a layer has beside its products.
+
+    Attributes
+    ----------
+    conv : Tensor [channels, kernel]
+    a_log, dt : Tensor, float32 [value heads]
+    norm : Tensor [value_head_dim]
+        Weight of the norm of a head's output.
+    """
+
+    config: DeltaNetConfig
+    conv: Tensor
+    a_log: Tensor
+    dt: Tensor
+    norm: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class DeltaStates:
+    """The states of a layer.
+
+    Attributes
+    ----------
+    conv : Tensor [slots, kernel, channels]
+        What the convolution reads of the latest tokens; that of position p lies in row p mod kernel.
+    recurrent : Tensor, float32 [slots, value heads, key_head_dim, value_head_dim]
+    """
+
+    conv: Tensor
+    recurrent: Tensor
+
+
+class Requests(Protocol):
+    """The Batch of core/batch.py, as far as steps need it."""
+
+    def column(self, name: str) -> Tensor: ...
+
+
+def delta_step(qkvz: Tensor, ba: Tensor, batch: Requests, parameters: DeltaParameters, states: DeltaStates) -> Tensor:
+    """Compute a layer's outputs [batch, values] for a token of each request, and advance the states of their slots.
+
+    Parameters
+    ----------
+    qkvz : Tensor [batch, channels + values]
+        Queries, keys, values, and the z of the gates.
+    ba : Tensor [batch, 2 value heads]
+    batch : Batch
+        Whose slots differ, but for requests that only fill up a batch.
+    """
+    config, out = parameters.config, []
+    slots, positions = batch.column("slot").tolist(), batch.column("position").tolist()
+    kernel = config.conv_kernel
+    for request, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        ring, state = states.conv[slot], states.recurrent[slot]
+        ring[position % kernel] = qkvz[request, : config.channels]
+        rows = [(position + 1 + row) % kernel for row in range(kernel)]  # the latest one last
+        q, k, v = _heads(_convolve(ring[rows], parameters), config)
+        strength, decay = _gates(ba[request, None], parameters)
+        state *= decay[0].exp()[:, None, None]
+        change = strength[0, :, None] * (v[0] - torch.bmm(k[0, :, None], state)[:, 0])
+        state.addcmul_(k[0, :, :, None], change[:, None])
+        out.append(torch.bmm(q[0, :, None], state).view(1, -1))
+    return _gated(torch.cat(out), qkvz[:, config.channels :], parameters)
+
+
+@dataclass(frozen=True)
+class DeltaPrompt:
+    """The state of a prompt of which a layer has read the first tokens.
+
+    Attributes
+    ----------
+    tokens : int
+        How many.
+    latest : Tensor [kernel - 1, channels]
+        What the convolution reads of the last of them; zeros before the first token.
+    recurrent : Tensor, float32 [value heads, key_head_dim, value_head_dim]
+    """
+
+    tokens: int
+    latest: Tensor
+    recurrent: Tensor
+
+    @classmethod
+    def begin(cls, config: DeltaNetConfig, dtype: torch.dtype, device: torch.device) -> DeltaPrompt:
+        """Begin with the first token of a prompt."""
+        latest = torch.zeros(config.conv_kernel - 1, config.channels, dtype=dtype, device=device)
+        return cls(0, latest, _no_state(config, device))
+
+    @classmethod
+    def of_slot(cls, states: DeltaStates, slot: int, tokens: int) -> DeltaPrompt:
+        """Copy the state of a slot that has so many tokens."""
+        kernel = states.conv.shape[1]
+        ring = states.conv[slot].roll(-(tokens + 1) % kernel, dims=0)  # by position, the next token's row last
+        return cls(tokens, ring[: kernel - 1], states.recurrent[slot].clone())
+
+    def write(self, states: DeltaStates, slot: int) -> None:
+        """Write the state to a slot."""
+        kernel = states.conv.shape[1]
+        ring = torch.cat((self.latest, self.latest.new_zeros(1, self.latest.shape[1])))
+        states.conv[slot] = ring.roll((self.tokens + 1) % kernel, dims=0)
+        states.recurrent[slot] = self.recurrent
+
+
+def _no_state(config: DeltaNetConfig, device: torch.device) -> Tensor:
+    return torch.zeros(config.num_value_heads, config.key_head_dim, config.value_head_dim, device=device)
+
+
+def read_prompts(
+    qkvz: Tensor, ba: Tensor, prompts: Sequence[DeltaPrompt], counts: Sequence[int], parameters: DeltaParameters
+) -> tuple[Tensor, list[DeltaPrompt]]:
+    """Compute a layer's outputs [rows, values] for the next tokens of prompts, so many of each, whose rows follow each other.
+
+    A prompt's outputs depend to the bit neither on other prompts nor on where it is cut, if it is cut at multiples of BLOCK
+    tokens. Parameters as `delta_step`. Returns the outputs, and the prompts after these tokens.
+    """
+    config, kernel = parameters.config, parameters.config.conv_kernel
+    inputs, gates = torch.split(qkvz[:, : config.channels], list(counts)), _gates(ba, parameters)
+    # The tokens of each prompt behind the latest that it has had.
+    joined = torch.cat([part for prompt, own in zip(prompts, inputs, strict=True) for part in (prompt.latest, own)])
+    mixed = _convolve(joined, parameters)  # that ends at row kernel - 1, kernel, ...
+    firsts, first = [], 0
+    for count in counts:
+        firsts.append(first)
+        first += count + kernel - 1
+    latest = [joined[at + count : at + count + kernel - 1] for at, count in zip(firsts, counts, strict=True)]
+    own = [mixed[at : at + count] for at, count in zip(firsts, counts, strict=True)]
+    parts = [_blocks(part, counts) for part in (*_heads(torch.cat(own), config), *gates)]
+    each = [-(-count // BLOCK) for count in counts]
+    owners = [number for number, blocks in enumerate(each) for _ in range(blocks)]
+    states, size = [prompt.recurrent for prompt in prompts], GROUPS[qkvz.device.type]
+    groups = [
+        _solve(*(_filled_up(part[at : at + size], size) for part in parts)).advance(owners[at : at + size], states)
+        for at in range(0, len(owners), size)
+    ]
+    rows = torch.cat(groups).transpose(1, 2).flatten(2)  # [blocks, BLOCK, values]
+    out = [part.flatten(0, 1)[:count] for part, count in zip(torch.split(rows, each), counts, strict=True)]
+    read = [
+        DeltaPrompt(prompt.tokens + count, end.clone(), state)
+        for prompt, count, end, state in zip(prompts, counts, latest, states, strict=True)
+    ]
+    return _gated(torch.cat(out), qkvz[:, config.channels :], parameters), read
+
+
+def _convolve(inputs: Tensor, parameters: DeltaParameters) -> Tensor:
+    """Mix each `kernel` rows that follow each other, [rows, channels] to float32 [rows - kernel + 1, channels]; apply silu."""
+    kernel, weight = parameters.config.conv_kernel, parameters.conv.float()
+    inputs = inputs.float()
+    rows = inputs.shape[0] - kernel + 1
+    total = inputs[:rows] * weight[:, 0]
+    for number in range(1, kernel):
+        total = total + inputs[number : number + rows] * weight[:, number]
+    return F.silu(total)
+
+
+def _heads(mixed: Tensor, config: DeltaNetConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Split queries, keys and values of rows: float32 [rows, value heads, channels] each; queries and keys of length 1."""
+    rows, shared = mixed.shape[0], config.num_value_heads // config.num_key_heads
+    q, k, v = torch.split(mixed, [config.keys, config.keys, config.values], dim=1)
+    q, k = (part.reshape(rows, -1, config.key_head_dim) for part in (q, k))
+    q, k = (part * torch.rsqrt((part * part).sum(dim=-1, keepdim=True) + LENGTH_EPSILON) for part in (q, k))
+    q, k = (part.repeat_interleave(shared, dim=1) for part in (q * config.key_head_dim**-0.5, k))
+    return q, k, v.reshape(rows, -1, config.value_head_dim)
+
+
+def _gates(ba: Tensor, parameters: DeltaParameters) -> tuple[Tensor, Tensor]:
+    """Compute β and g of rows, float32 [rows, value heads] each."""
+    b, a = ba.float().chunk(2, dim=1)
+    return b.sigmoid(), -parameters.a_log.exp() * F.softplus(a + parameters.dt)
+
+
+def _gated(out: Tensor, z: Tensor, parameters: DeltaParameters) -> Tensor:
+    """Normalise the heads of `out`, float32 [rows, values], and multiply with silu(z); the result has the dtype of z."""
+    heads = out.view(out.shape[0], -1, parameters.config.value_head_dim)
+    normed = F.rms_norm(heads, heads.shape[-1:], parameters.norm.float(), parameters.epsilon).flatten(1)
+    return (normed * F.silu(z.float())).to(z.dtype)
+
+
+def _blocks(part: Tensor, counts: Sequence[int]) -> Tensor:
+    """Cut rows [rows, heads, ...] of prompts into blocks [blocks, heads, BLOCK, ...], the last of a prompt with zeros behind.
+
+    A token of zeros changes no state: it has no key, and its g is 0.
+    """
+    filled = []
+    for own in torch.split(part, list(counts)):
+        missing = -own.shape[0] % BLOCK
+        filled.append(torch.cat((own, own.new_zeros(missing, *own.shape[1:]))) if missing else own)
+    joined = filled[0] if len(filled) == 1 else torch.cat(filled)
+    return joined.view(-1, BLOCK, *joined.shape[1:]).transpose(1, 2)
+
+
+def _filled_up(part: Tensor, size: int) -> Tensor:
+    """Put blocks of zeros behind those of the last group."""
+    missing = size - part.shape[0]
+    return torch.cat((part, part.new_zeros(missing, *part.shape[1:]))) if missing else part
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """Blocks without what the state before them adds: [blocks, heads, BLOCK, ...].
+
+    Attributes
+    ----------
+    values : Tensor [..., value channels]
+        What the tokens write, had the state been zero.
+    found : Tensor [..., key channels]
+        Factors of the state in what is subtracted from these.
+    queries, keys : Tensor [..., key channels]
+        Decayed since the block's begin, and until its end.
+    scores : Tensor [..., BLOCK]
+        Of each query with the keys up to its own.
+    decay : Tensor [blocks, heads, 1, 1]
+        Of the whole block.
+    """
+
+    values: Tensor
+    found: Tensor
+    queries: Tensor
+    keys: Tensor
+    scores: Tensor
+    decay: Tensor
+
+    def advance(self, owners: Sequence[int], states: list[Tensor]) -> Tensor:
+        """Compute the outputs [blocks, heads, BLOCK, value channels], and advance `states` in the list.
+
+        `owners` are the numbers of the states of the first blocks; blocks behind them only fill up a group.
+        """
+        before, written = list[Tensor](), list[Tensor]()
+        for block, owner in enumerate(owners):
+            state = states[owner]
+            before.append(state)
+            written.append(torch.baddbmm(self.values[block], self.found[block], state, alpha=-1))
+            states[owner] = torch.baddbmm(state * self.decay[block], self.keys[block].transpose(1, 2), written[block])
+        missing = self.values.shape[0] - len(owners)
+        joined, found = torch.stack(before + before[:1] * missing), torch.stack(written + written[:1] * missing)
+        return (self.scores @ found + self.queries @ joined)[: len(owners)]
+
+
+def _solve(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, decay: Tensor) -> _Solved:
+    """Solve what the tokens of each block write: token i finds what those before it in the block have written.
+
+    With L the strictly lower triangle of β k kᵀ, decayed, the writes w are those of (1 + L) w = β (v − decayed k S).
+    """
+    since = decay.cumsum(dim=-1)  # of the block's begin
+    between = since[..., :, None] - since[..., None, :]
+    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu(1)
+    between = between.masked_fill(later, -torch.inf).exp()
+    own = k * strength[..., None]
+    system = (own @ k.transpose(-1, -2)) * between
+    right = torch.cat((v * strength[..., None], own * since.exp()[..., None]), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    values, found = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
+    scores = (q @ k.transpose(-1, -2)) * between
+    queries, keys = q * since.exp()[..., None], k * (since[..., -1:] - since).exp()[..., None]
+    parts = (values.contiguous(), found.contiguous(), queries, keys, scores)
+    return _Solved(*parts, since[..., -1:, None].exp())
