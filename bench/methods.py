@@ -47,11 +47,17 @@ def load_kernels(
 
 
 def method_kernels(
-    method: str, config: Any, dtype: str, head_dim: int, group_size: int, device: torch.device | None = None
+    method: str,
+    config: Any,
+    dtype: str,
+    head_dim: int,
+    group_size: int,
+    device: torch.device | None = None,
+    rounded_rows: bool = False,
 ) -> CudaKernels:
     """Load the kernels of a method with one Config of it for one shape; see load_kernels."""
-    macros = get_method(method).traits(config).cuda_macros(head_dim, group_size)
-    return load_kernels(Specialisation(dtype, head_dim, group_size, method, tuple(sorted(macros.items()))), device)
+    macros = tuple(sorted(get_method(method).traits(config).cuda_macros(head_dim, group_size).items()))
+    return load_kernels(Specialisation(dtype, head_dim, group_size, method, macros, rounded_rows=rounded_rows), device)
 
 
 def batch_of(index: Index, slot: int = 0, position: int | None = None) -> Batch:

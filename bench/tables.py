@@ -336,6 +336,15 @@ def _points(parts: Sequence[float], reference: Sequence[float]) -> str:
     return f"**{points:+.1f}**" if points < -WITHIN else f"{points:+.1f}"
 
 
+def rounded_rows(results: Results) -> Rows:
+    """Perplexity with rows of the engine's type and with rows in 8 bits, of each method."""
+    found = {entry["name"]: entry["perplexity"] for entry in results("perplexity-rows-cpu-smollm2")["results"]}
+    yield ("perplexity", "16-bit rows", "8-bit rows", "%")
+    for name in (name for name in found if ":" not in name):
+        exact, rounded = found[name], found[f"{name}:cache.row_dtype=int8"]
+        yield (f"`{name}`", f"{exact:.2f}", f"{rounded:.2f}", f"{100 * (rounded / exact - 1):+.1f}")
+
+
 def losses(results: Results) -> Rows:
     """What each method loses at its default: of perplexity and of needle answers; bold beyond 1 % or a point."""
     entries = results(PERPLEXITY)["results"]
@@ -811,6 +820,7 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "prompts": prompts,
     "answers": answers,
     "losses": losses,
+    "rounded rows": rounded_rows,
     "loss and time": loss_and_time,
     "losses at 64K": long_losses,
     "losses within long answers": drift,

@@ -343,6 +343,7 @@ def print_fit(options: FitOptions, console: Console) -> None:
     ranks = f"; sizes are those of each of {options.tp_size} ranks" * (options.tp_size > 1)
     groups = f" in groups of {document['weight_group']}" * (document["weight_only_precision"] == INT4)
     head = " with quantize_lm_head" * document["quantize_lm_head"]
+    where += f", cache.row_dtype {document['cache']['row_dtype']}" * (document["cache"]["row_dtype"] != "auto")
     rowless = f" ({layers} with rows)" * (layers < model["num_layers"])
     console.print(
         f"{options.model.name}: {model['architecture']}, {model['num_layers']} layers{rowless}, {model['num_heads']} query and "

@@ -416,6 +416,9 @@ class CacheConfig:
         Keep rows for later requests that begin alike (docs/conversations.md); None: where the engine can.
     reuse_host_bytes : int or None
         Upper bound of the rows that are kept and that no running request uses; None: what is free of the row pool.
+    row_dtype : str
+        Type of the rows of the retrieval regions: "auto", that of the engine, or "int8", with a scale a key and a scale a value
+        (kernels/reference/attention/rounded_rows.py). Windows have the engine's type.
     cached_prefill : str
         What the tokens of a prompt attend to whose beginning is reused: "dense", all tokens before them, or "sparse", what decode
         steps would attend to.
@@ -435,6 +438,7 @@ class CacheConfig:
     reuse: bool | None = None
     reuse_host_bytes: int | None = None
     cached_prefill: str = "dense"
+    row_dtype: str = "auto"
     reuse_state_tokens: int = 8192
     reuse_state_bytes: int = 4 << 30
 
@@ -459,6 +463,8 @@ class CacheConfig:
         require(not idle, name, budget, "left out with offload = 'never'", "no rows lie in host memory then")
         forms, name = ("dense", "sparse"), "cache.cached_prefill"
         require(self.cached_prefill in forms, name, self.cached_prefill, f"one of {forms}", "dense is the default")
+        types = ("auto", "int8")
+        require(self.row_dtype in types, "cache.row_dtype", self.row_dtype, f"one of {types}", "auto is the default")
         idle = self.cached_prefill == "sparse" and self.reuse is False
         require(not idle, name, "sparse", "dense with cache.reuse = False", "no beginning of a prompt is reused then")
 
@@ -708,6 +714,9 @@ class EngineConfig:
         remedy = "leave it out, or build with --runtime tensorrt"
         require(own, "tensorrt", dataclasses.asdict(self.tensorrt), "left out with runtime = 'torch'", remedy)
         if self.runtime == "tensorrt":
+            value = self.cache.row_dtype
+            remedy = "plans read rows of the engine's type: build with --runtime torch"
+            require(value == "auto", "cache.row_dtype", value, "'auto' with runtime = 'tensorrt'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision
             require(
                 self.device == "cuda",
@@ -725,6 +734,9 @@ class EngineConfig:
                     require(
                         value in (None, default), f"cache.{name}", value, "left out with runtime = 'tensorrt'", remedy
                     )
+            fits, value = self.cache.row_dtype == "auto" or self.dtype != "float32", self.cache.row_dtype
+            limit = "'auto' with dtype = 'float32' on cuda"
+            require(fits, "cache.row_dtype", value, limit, "build with --dtype bfloat16")
             remedy = "build with --kernels native; the reference runs with --device cpu"
             require(self.kernels == "native", "kernels", self.kernels, "'native' with device = 'cuda'", remedy)
             name, value = "weight_only_precision", self.weight_only_precision

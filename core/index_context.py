@@ -31,11 +31,15 @@ class LayerRows:
         Address of extent 0, KV head 0, place 0 as the engine's device sees it.
     extent_stride : int
         Numbers from one extent of the layer to the next.
+    scales : Tensor, bfloat16 [extents, G, 1024, 2], or None
+        Scales of keys and values, where `pool` holds integers of 8 bits (kernels/reference/attention/rounded_rows.py). Those of
+        the 1,024 rows of an extent and KV head lie behind the rows.
     """
 
     pool: Tensor
     pointer: int
     extent_stride: int
+    scales: Tensor | None = None
 
     @property
     def on_host(self) -> bool:

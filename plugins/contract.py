@@ -177,6 +177,8 @@ class Traits:
         be made from these entries (`Index.adopt`).
         "rows": whole extents with their rows. `build` indexes all keys of every prompt; the index keeps nothing in extents.
         "copies": no extents. Rows are copied into a request's own extents, and `build` indexes all keys of every prompt.
+    rounded_rows : bool
+        Whether rows may have 8 bits (cache.row_dtype): an index that reads rows itself knows none.
     verifies_drafts : bool
         Whether a step may have several tokens of a slot, of which the last may be taken back (engine/speculation.py): a selection
         follows from the region's keys and its own query, and a step leaves nothing in the index.
@@ -197,6 +199,7 @@ class Traits:
     reports_rows: bool = True
     cpu_library_on_gpu: bool = False
     prefix_reuse: Literal["entries", "rows", "copies"] = "copies"
+    rounded_rows: bool = False
     verifies_drafts: bool = False
     last_queries: Callable[[int], int] = _no_queries
     codebooks: Callable[[int], dict[str, Tensor]] = _no_codebooks

@@ -17,10 +17,11 @@ import torch
 from kvseek.bench.speed.parts import HostClock
 from kvseek.bench.speed.shapes import matrix_bytes, row_numbers
 from kvseek.bench.timing import Clock
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.errors import KvseekError
 from kvseek.core.request import FinishReason, Request, StepOutput
 from kvseek.core.weight_only import NONE
+from kvseek.engine.cache.memory_layout import layer_extent_bytes
 from kvseek.engine.engine import Engine
 from kvseek.engine.retrieval import Observer
 
@@ -268,4 +269,4 @@ def ranked(name: str, tp_size: int) -> str:
 
 def row_bytes(config: EngineConfig) -> float:
     """Bytes of one cached token: its key and value rows of all layers and KV heads."""
-    return float(row_numbers(config.model) * getattr(torch, config.dtype).itemsize)
+    return len(config.model.row_layers) * layer_extent_bytes(config, getattr(torch, config.dtype)) / EXTENT_TOKENS

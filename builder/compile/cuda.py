@@ -60,6 +60,8 @@ class Specialisation:
         Whether some weights are of int8_asymmetric instead.
     experts, delta_net : bool
         Whether the model has mixtures of experts, and Gated DeltaNet layers.
+    rounded_rows : bool
+        Whether rows have 8 bits (cache.row_dtype).
     """
 
     dtype: str
@@ -72,6 +74,7 @@ class Specialisation:
     asymmetric: bool = False
     experts: bool = False
     delta_net: bool = False
+    rounded_rows: bool = False
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
@@ -85,6 +88,7 @@ class Specialisation:
             ("KVSEEK_ASYMMETRIC", int(self.asymmetric or self.weight_only_precision == INT8_ASYMMETRIC)),
             ("KVSEEK_EXPERTS", int(self.experts)),
             ("KVSEEK_DELTA_NET", int(self.delta_net)),
+            ("KVSEEK_ROUNDED_ROWS", int(self.rounded_rows)),
             *self.defines,
         )
 
@@ -126,6 +130,7 @@ def specialise(config: EngineConfig) -> Specialisation:
         INT8_ASYMMETRIC in config.weight_formats.values(),
         model.experts is not None,
         model.delta_net is not None,
+        config.cache.row_dtype == "int8",
     )
 
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import extents_for
+from kvseek.kernels.reference.attention.rounded_rows import SCALE_DTYPE
 from kvseek.plugins.registry import method_traits
 
 
@@ -95,7 +96,14 @@ def extents_wanted(config: EngineConfig) -> int:
 
 def layer_extent_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     """Return the bytes of one extent's rows in one layer."""
-    return config.model.num_kv_heads * EXTENT_TOKENS * 2 * config.model.head_dim * dtype.itemsize
+    return (
+        config.model.num_kv_heads * EXTENT_TOKENS * 2 * part_bytes(config.cache, config.model.head_dim, dtype.itemsize)
+    )
+
+
+def part_bytes(cache: CacheConfig, head_dim: int, itemsize: int) -> int:
+    """Return the bytes of a key or a value in the row pool, its scale included; of `itemsize` bytes a number in windows."""
+    return head_dim + SCALE_DTYPE.itemsize if cache.row_dtype == "int8" else head_dim * itemsize
 
 
 def slot_count(config: EngineConfig) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,60 @@ from kvseek.core.extents import Span
 from kvseek.core.index_context import LayerRows
 from kvseek.engine.cache.host_memory import PinnedMemory, allocate, available_bytes, check, cuda_driver
 from kvseek.engine.cache.memory_layout import RowLayout
+from kvseek.kernels.reference.attention.rounded_rows import SCALE_DTYPE, round_rows, widen_rows
 
 PINNED_RESERVE_BYTES = 1 << 30  # left to the system: pinned pages cannot be swapped or reclaimed
 MAX_PITCH_BYTES = 2**31 - 1  # largest stride of a copy, which drivers report as CU_DEVICE_ATTRIBUTE_MAX_PITCH
 
+ROUNDED_AT_ONCE = 1 << 24  # numbers, which are float32 for a moment
 STAGED_EXTENTS = 8  # extents of a layer that are copied to the device before their rows are read there
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """How the rows of an extent and KV head lie in memory, a *block*: rows [1024, 2, D], then scales, if they are rounded.
+
+    Attributes
+    ----------
+    engine_dtype : dtype
+        Of rows that are not rounded.
+    rounded : bool
+        Rows are integers of 8 bits with scales (kernels/reference/attention/rounded_rows.py).
+    """
+
+    kv_heads: int
+    head_dim: int
+    engine_dtype: torch.dtype
+    rounded: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the numbers of a block."""
+        return torch.int8 if self.rounded else self.engine_dtype
+
+    def shape(self, layers: int, extents: int) -> tuple[int, ...]:
+        """Return the shape of the blocks of some layers and extents."""
+        numbers = self.head_dim + (SCALE_DTYPE.itemsize if self.rounded else 0)
+        return layers, extents, self.kv_heads, EXTENT_TOKENS * 2 * numbers
+
+    def planes(self, blocks: Tensor) -> tuple[Tensor, ...]:
+        """Return views of blocks: rows [extents, layers, G, 1024, 2, D] and, if these are rounded, scales [..., 1024, 2]."""
+        rows = _plane(blocks, 0, (2, self.head_dim))
+        if not self.rounded:
+            return (rows,)
+        first = EXTENT_TOKENS * 2 * self.head_dim // SCALE_DTYPE.itemsize
+        return rows, _plane(blocks.view(SCALE_DTYPE), first, (2,))
+
+
+def _plane(blocks: Tensor, first: int, of_row: tuple[int, ...]) -> Tensor:
+    """Return what blocks [layers, extents, G, n] hold from number `first` on, [extents, layers, G, 1024, *of_row].
+
+    Kernels rely on the strides of dimensions of size 1 too, which other views would choose as they like.
+    """
+    layers, extents, heads, size = blocks.shape
+    inner = torch.empty(EXTENT_TOKENS, *of_row, device="meta").stride()
+    shape = (extents, layers, heads, EXTENT_TOKENS, *of_row)
+    return blocks.as_strided(shape, (heads * size, extents * heads * size, size, *inner), first)
 
 
 class HostPool:
@@ -31,21 +81,19 @@ class HostPool:
 
     Attributes
     ----------
-    rows : Tensor [extents, layers, G, 1024, 2, D], on the CPU
-        K then V of each token and KV head. In memory the layers are outermost, because a layer's rows are read together: a GPU
+    planes : tuple of Tensor, on the CPU
+        The parts of rows, see `_planes`. In memory the layers are outermost, because a layer's rows are read together: a GPU
         takes longer for addresses that lie further apart (docs/gpu.md, "Addresses of host memory"). Pinned memory is freed when
         the last tensor over it is.
     device_pointer : int
-        Address of `rows` for kernels of the device; for the CPU, the address of the tensor.
+        Address of the first row for kernels of the device; for the CPU, the address of the tensor.
     pinned : bool
         Whether a CUDA device can read the rows.
     way : str or None
         How pinned memory was allocated, see PinnedMemory.
     """
 
-    def __init__(
-        self, extents: int, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, form: RowForm, layers: int, extents: int, device: torch.device) -> None:
         """Allocate the pool for kernels of `device`: pinned for a CUDA device.
 
         Raises
@@ -53,38 +101,43 @@ class HostPool:
         CapacityError
             If host memory does not suffice.
         """
-        shape = (layers, extents, kv_heads, EXTENT_TOKENS, 2, head_dim)
+        shape, dtype = form.shape(layers, extents), form.dtype
         self.pinned = device.type == "cuda" and math.prod(shape) > 0  # the driver allocates no empty ranges
         self.way: str | None
-        self._row_bytes = 2 * head_dim * dtype.itemsize
         if self.pinned:
             memory = _pin(math.prod(shape) * dtype.itemsize, device)
             self.device_pointer, self.way = memory.device_pointer, memory.way
-            rows = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
+            blocks = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
         else:
-            rows = _pageable(shape, dtype)
-            self.device_pointer, self.way = rows.data_ptr(), None
-        self.rows = rows.transpose(0, 1)
+            blocks = _pageable(shape, dtype)
+            self.device_pointer, self.way = blocks.data_ptr(), None
+        self.planes = form.planes(blocks)
 
-    def write(self, extent: int, first_layer: int, inside: slice, rows: Tensor) -> None:
+    @property
+    def rows(self) -> Tensor:
+        """Keys and values, [extents, layers, G, 1024, 2, D]."""
+        return self.planes[0]
+
+    def write(self, extent: int, first_layer: int, inside: slice, parts: Sequence[Tensor]) -> None:
         """Copy rows to places `inside` of an extent, in layers first_layer, first_layer + 1, ...
 
         Parameters
         ----------
-        rows : Tensor [layers, G, tokens, 2, D]
+        parts : Tensors [layers, G, tokens, 2, ...], one for each of `planes`
             On the CPU; for a pinned pool they may be on the device. A copy engine then copies them, on the current stream,
             and the rows of all (layer, KV head) must be equally spaced.
         """
-        layers = slice(first_layer, first_layer + rows.shape[0])
-        target = self.rows[extent, layers, :, inside]
-        if target.shape != rows.shape or target.dtype != rows.dtype:
-            raise ValueError(f"rows {tuple(rows.shape)} {rows.dtype}: must be {tuple(target.shape)} {target.dtype}")
-        if not target.numel():
-            return
-        if self.pinned:
-            self._copy_from_device(target, rows)
-        else:
-            target.copy_(rows)
+        layers = slice(first_layer, first_layer + parts[0].shape[0])
+        for plane, rows in zip(self.planes, parts, strict=True):
+            target = plane[extent, layers, :, inside]
+            if target.shape != rows.shape or target.dtype != rows.dtype:
+                raise ValueError(f"rows {tuple(rows.shape)} {rows.dtype}: must be {tuple(target.shape)} {target.dtype}")
+            if not target.numel():
+                return
+            if self.pinned:
+                self._copy_from_device(target, rows)
+            else:
+                target.copy_(rows)
 
     def _copy_from_device(self, target: Tensor, rows: Tensor) -> None:
         layers, heads = rows.shape[:2]
@@ -98,7 +151,7 @@ class HostPool:
             self._copy_runs(target[one], rows[one], 0)
 
     def _copy_runs(self, target: Tensor, rows: Tensor, pitch: int) -> None:
-        """Copy rows [layers, G, n, 2, D] from the device, each (layer, KV head) `pitch` bytes after the one before."""
+        """Copy rows [layers, G, n, 2, ...] from the device, each (layer, KV head) `pitch` bytes after the one before."""
         layers, heads = rows.shape[:2]
         width = rows[0, 0].numel() * rows.element_size()
         driver = cuda_driver()
@@ -110,7 +163,8 @@ class HostPool:
         copy.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
         copy.dstHost = target.data_ptr()
         # Heads of an extent are next to each other; from a layer to the next there are those of all extents.
-        copy.dstPitch, copy.dstHeight = EXTENT_TOKENS * self._row_bytes, self.rows.shape[0] * self.rows.shape[2]
+        copy.dstPitch = target.stride(1) * target.element_size()
+        copy.dstHeight = target.stride(0) // target.stride(1)
         copy.WidthInBytes, copy.Height, copy.Depth = width, heads, layers
         check(driver.cuMemcpy3DAsync(copy, _current_stream(rows)), "copying rows to the row pool")
 
@@ -154,46 +208,79 @@ class RowStorage:
     ----------
     layout : RowLayout
         Number of extents, and number of first layers whose rows lie on the device.
-    device_rows : Tensor [extents, device layers, G, 1024, 2, D], on the device
-        In memory the layers are outermost, as in the pool.
+    device_planes : tuple of Tensor, on the device
+        As HostPool.planes, of the device layers.
     pool : HostPool
         Rows of the other layers.
     """
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device, layout: RowLayout) -> None:
         """Allocate the rows; raises CapacityError if the memory of host or device does not suffice."""
-        model = config.model
-        self.layout, self._device = layout, device
-        self.pool = HostPool(layout.capacity, layout.host_layers, model.num_kv_heads, model.head_dim, dtype, device)
-        self.device_rows = _device_rows(layout, self.pool.rows.shape[2:], dtype, device)
+        self.layout, self._device, self._dtype = layout, device, dtype
+        form = RowForm(config.model.num_kv_heads, config.model.head_dim, dtype, config.cache.row_dtype == "int8")
+        self.pool = HostPool(form, layout.host_layers, layout.capacity, device)
+        self.device_planes = form.planes(_device_blocks(form, layout, device))
+
+    @property
+    def device_rows(self) -> Tensor:
+        """Keys and values on the device, [extents, device layers, G, 1024, 2, D]."""
+        return self.device_planes[0]
 
     def of_layer(self, layer: int) -> LayerRows:
         """Return the place of a layer's rows in memory, for its index and its attention."""
         layout, on_device = self.layout, layer < self.layout.device_layers
-        rows, number = (self.device_rows, layer) if on_device else (self.pool.rows, layer - layout.device_layers)
+        planes, number = (self.device_planes, layer) if on_device else (self.pool.planes, layer - layout.device_layers)
         base = self.device_rows.data_ptr() if on_device else self.pool.device_pointer
         pointer = base + number * layout.capacity * layout.layer_bytes
-        return LayerRows(rows[:, number], pointer, layout.layer_bytes // rows.element_size())
+        rows, *scales = (plane[:, number] for plane in planes)
+        return LayerRows(rows, pointer, layout.layer_bytes // rows.element_size(), *scales)
 
     def write(self, first_layer: int, rows: Tensor, spans: Sequence[Span]) -> None:
         """Write rows [layers, G, n, 2, D] of layers first_layer, ... on the current stream."""
-        d = self.layout.device_layers
-        on_device = min(max(0, d - first_layer), rows.shape[0])
+        if self.rounded:
+            self._write_rounded(first_layer, rows, spans)
+            return
         for extent, inside, source in spans:
-            piece = rows[:, :, source]
-            if on_device:
-                self.device_rows[extent, first_layer : first_layer + on_device, :, inside] = piece[:on_device]
-            if on_device < rows.shape[0]:
-                self.pool.write(extent, first_layer + on_device - d, inside, piece[on_device:])
+            self._write_piece(extent, first_layer, inside, (rows[:, :, source],))
+
+    def _write_rounded(self, first_layer: int, rows: Tensor, spans: Sequence[Span]) -> None:
+        """Write rows that are rounded in few large pieces, as each takes a dozen launches on a GPU."""
+        extent_numbers = rows.shape[1] * EXTENT_TOKENS * 2 * rows.shape[4]
+        some_layers = max(1, min(rows.shape[0], ROUNDED_AT_ONCE // extent_numbers))
+        some_spans = max(1, ROUNDED_AT_ONCE // (some_layers * extent_numbers))
+        for layer in range(0, rows.shape[0], some_layers):
+            for number in range(0, len(spans), some_spans):
+                own = spans[number : number + some_spans]
+                start, stop = own[0][2].start, own[-1][2].stop
+                parts = round_rows(rows[layer : layer + some_layers, :, start:stop])
+                for extent, inside, source in own:
+                    piece = [part[:, :, source.start - start : source.stop - start] for part in parts]
+                    self._write_piece(extent, first_layer + layer, inside, piece)
+
+    def _write_piece(self, extent: int, first_layer: int, inside: slice, parts: Sequence[Tensor]) -> None:
+        d, layers = self.layout.device_layers, parts[0].shape[0]
+        on_device = min(max(0, d - first_layer), layers)
+        if on_device:
+            for plane, part in zip(self.device_planes, parts, strict=True):
+                plane[extent, first_layer : first_layer + on_device, :, inside] = part[:on_device]
+        if on_device < layers:
+            self.pool.write(extent, first_layer + on_device - d, inside, [part[on_device:] for part in parts])
+
+    @property
+    def rounded(self) -> bool:
+        """Whether rows have 8 bits."""
+        return len(self.pool.planes) > 1
 
     def runs(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
         """Yield a layer's rows of extents, in order, where the engine computes; they must not be written to.
 
         Each is of one extent or of several, [extents, G, 1024, 2, D]. A GPU gets copies of rows in host memory, made on the
-        current stream; its allocator counts at most 2 x STAGED_EXTENTS at a time, unless the caller keeps them.
+        current stream; its allocator counts at most 2 x STAGED_EXTENTS at a time, unless the caller keeps them. Rows of 8 bits
+        are widened to such copies on any device.
         """
-        pool = self.of_layer(layer).pool
-        there = pool.device.type == self._device.type
+        rows = self.of_layer(layer)
+        pool, scales = rows.pool, rows.scales
+        there = scales is None and pool.device.type == self._device.type
         first = 0
         while first < len(extents):
             last = first + 1
@@ -203,9 +290,13 @@ class RowStorage:
                 yield pool[extents[first] : extents[last - 1] + 1]
             else:
                 last = min(first + STAGED_EXTENTS, len(extents))
-                staged = torch.empty((last - first, *pool.shape[1:]), dtype=pool.dtype, device=self._device)
+                staged = torch.empty((last - first, *pool.shape[1:]), dtype=self._dtype, device=self._device)
                 for target, extent in zip(staged, extents[first:last], strict=True):
-                    target.copy_(pool[extent], non_blocking=True)
+                    if scales is None:
+                        target.copy_(pool[extent], non_blocking=True)
+                    else:
+                        own, steps = (part[extent].to(self._device, non_blocking=True) for part in (pool, scales))
+                        widen_rows(own, steps, out=target)
                 yield staged
             first = last
 
@@ -215,10 +306,9 @@ class RowStorage:
             yield from run
 
 
-def _device_rows(layout: RowLayout, row_shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _device_blocks(form: RowForm, layout: RowLayout, device: torch.device) -> Tensor:
     try:
-        shape = (layout.device_layers, layout.capacity, *row_shape)
-        return torch.empty(shape, dtype=dtype, device=device).transpose(0, 1)
+        return torch.empty(form.shape(layout.device_layers, layout.capacity), dtype=form.dtype, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         raise CapacityError(
             f"cannot allocate {layout.device_bytes:,} bytes on {device} for the rows of {layout.device_layers} layers and "

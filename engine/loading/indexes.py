@@ -103,15 +103,12 @@ class IndexMaker:
 
 def host_retrieval(config: EngineConfig, cache: Cache, indexes: list[Index], library: CpuLibrary | None) -> Retrieval:
     """Make the retrieval of an engine on the CPU."""
+    of_layers = [cache.rows.of_layer(layer) for layer in range(len(config.model.row_layers))]
     attentions = [
         HostAttention(
-            cache.window[layer],
-            cache.rows.of_layer(layer).pool,
-            config.cache.sink,
-            config.model.head_dim**-0.5,
-            library,
+            cache.window[layer], rows.pool, config.cache.sink, config.model.head_dim**-0.5, library, rows.scales
         )
-        for layer in range(len(config.model.row_layers))
+        for layer, rows in enumerate(of_layers)
     ]
     return Retrieval(config, cache, indexes, attentions)
 
@@ -172,6 +169,7 @@ def make_attentions(
     batch = Batch.of([RequestState(slot=slots, sink_rows=1, length=0, dense=True)], table)
     queries = torch.zeros(1, model.num_heads, model.head_dim, dtype=dtype, device=table.device)
     attentions: list[DeviceAttention] = []
+    rounded = config.cache.row_dtype == "int8"
     scratch: dict[int, AttentionScratch] = {}  # by number of selected rows: layers that select as many share one
     for index in indexes:
         selection = index.select(queries, batch)
@@ -179,7 +177,8 @@ def make_attentions(
         hot, frames, kept = None, index.context.frames, fitting_steps(entries, steps)
         if hot_rows and frames is not None and kept:
             sizes = {"slots": slots, "entries": entries, "steps": kept, "head_dim": model.head_dim}
-            hot = HotRows.make(frames, **sizes, dtype=dtype, shared=index.context.shares_extents)
+            of_rows = torch.int8 if rounded else dtype
+            hot = HotRows.make(frames, **sizes, dtype=of_rows, shared=index.context.shares_extents)
         attentions.append(
             DeviceAttention(
                 kernels,
@@ -194,6 +193,7 @@ def make_attentions(
                 scaling=model.head_dim**-0.5,
                 device=table.device,
                 hot=hot,
+                rounded_rows=rounded,
                 scratch=scratch.get(entries),
             )
         )

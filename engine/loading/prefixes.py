@@ -56,6 +56,11 @@ def check_disk(config: EngineConfig, disk: DiskSettings) -> None:
         raise ConfigError(
             f"disk_dir = {str(disk.directory)!r}: must be left out, as the engine keeps no prefixes; {why_no_reuse(config)}"
         )
+    if disk.directory is not None and config.cache.row_dtype != "auto":
+        raise ConfigError(
+            f"disk_dir = {str(disk.directory)!r}: must be left out with cache.row_dtype = {config.cache.row_dtype!r}, as rows of "
+            "8 bits are not written to disk yet; or build with --cache.row_dtype auto"
+        )
     if disk.directory is not None and config.model.delta_net is not None:
         raise ConfigError(
             f"disk_dir = {str(disk.directory)!r}: must be left out with Gated DeltaNet layers, whose states are written "

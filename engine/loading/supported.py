@@ -26,6 +26,7 @@ def check_supported(config: EngineConfig) -> None:
     """
     check_device(config)
     _check_reuse(config)
+    _check_rows(config)
     if config.device == "cuda":
         check_sizes(config.model)
         buckets_for(config.max_batch_size)
@@ -52,6 +53,17 @@ def _check_reuse(config: EngineConfig) -> None:
         raise ConfigError(
             f"cache.cached_prefill = 'sparse': must be 'dense' with method = {config.method!r}, whose requests share no index "
             f"entries; methods whose requests do: {', '.join(sharing)}"
+        )
+
+
+def _check_rows(config: EngineConfig) -> None:
+    if config.cache.row_dtype == "auto":
+        return
+    if not method_traits(config).rounded_rows:
+        others = [name for name in METHODS if get_method(name).traits().rounded_rows]
+        raise ConfigError(
+            f"cache.row_dtype = {config.cache.row_dtype!r}: must be 'auto' with method = {config.method!r}, whose index reads "
+            f"rows itself; methods that do not: {', '.join(others)}"
         )
 
 

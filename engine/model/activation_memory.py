@@ -13,7 +13,7 @@ from kvseek.core.config import EXTENT_TOKENS, STATE_BLOCK, EngineConfig, ModelCo
 from kvseek.core.weight_only import NONE
 from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
 from kvseek.engine.cache.prefix import reuses_prefixes
-from kvseek.engine.cache.row_storage import STAGED_EXTENTS
+from kvseek.engine.cache.row_storage import ROUNDED_AT_ONCE, STAGED_EXTENTS
 from kvseek.engine.model.block_sparse import sparse_bytes
 from kvseek.engine.model.prompt_windows import (
     BLOCKS_TOGETHER,
@@ -186,4 +186,6 @@ def work_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     if beside < config.max_input_len:
         prefills += waiting_bytes(config, dtype, beside)
         prefills += _prefix_elements(config, beside) * dtype.itemsize if reuses_prefixes(config) else 0
-    return RESERVE_BYTES + prefills + decode_bytes(config, dtype)
+    # Rows that are rounded, of a prompt and of an eviction, beside each other.
+    rounding = 2 * ROUNDED_AT_ONCE * (torch.float32.itemsize + torch.int8.itemsize)
+    return RESERVE_BYTES + prefills + decode_bytes(config, dtype) + rounding * (config.cache.row_dtype == "int8")

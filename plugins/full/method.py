@@ -36,7 +36,7 @@ class FullIndex(Index):
 
 def traits(config: Config) -> Traits:
     """Return the method's traits: it selects no rows, so there are none to keep."""
-    return Traits(kept_steps=0, prefix_reuse="entries", verifies_drafts=True)
+    return Traits(kept_steps=0, prefix_reuse="entries", rounded_rows=True, verifies_drafts=True)
 
 
 create = FullIndex

@@ -20,6 +20,7 @@ def traits(config: Config) -> Traits:
         verifies_drafts=True,
         codebooks=partial(rotation_codebook, config.rotation_seed),
         cuda_macros=cuda_macros,
+        rounded_rows=True,
     )
 
 

@@ -21,6 +21,7 @@ def traits(config: Config) -> Traits:
         verifies_drafts=True,
         codebooks=partial(codebook.build_codebooks, config),
         cuda_macros=partial(cuda_macros, config),
+        rounded_rows=True,
     )
 
 

@@ -17,7 +17,7 @@ from kvseek.plugins.registry import get_method
 if TYPE_CHECKING:
     from kvseek.core.cuda import CudaKernels
 
-MakeKernels = Callable[[str, int, int], "CudaKernels"]
+MakeKernels = Callable[..., "CudaKernels"]
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def kernels() -> MakeKernels:
-    """Compile the kernels of method `full` for this GPU, once per (dtype, head_dim, group_size), and load them."""
+    """Compile the kernels of method `full` for this GPU, once per (dtype, head_dim, group_size, rounded_rows), and load them."""
     return cache(partial(method_kernels, "full", get_method("full").configure({})))
 
 

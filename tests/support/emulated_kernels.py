@@ -31,6 +31,7 @@ SOURCES = {
     "ctkvr": ("probe.cu", "recall.cu", "coded.cu", "rerank.cu"),
 }
 DRAW = "kernels/cuda/draw/draw.cu"
+ATTENTION = "kernels/cuda/attention/attend.cu"
 EXPERTS = ("kernels/cuda/layer/routing.cu", "kernels/cuda/layer/products.cu")
 DELTA_NET = "kernels/cuda/layer/delta_net.cu"
 HEADER = Path(__file__).parent / "emulated_cuda/cuda.h"
@@ -89,6 +90,14 @@ def emulated_draw(dtype: str) -> EmulatedKernels:
     """Compile the kernel that draws tokens, for logits of a dtype."""
     with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
         return EmulatedKernels(_compile(Specialisation(dtype, 64, 1, ""), [DRAW], folder))
+
+
+@cache
+def emulated_attention(dtype: str, head_dim: int, group_size: int, rounded_rows: bool) -> EmulatedKernels:
+    """Compile the attention of decode steps."""
+    with tempfile.TemporaryDirectory(prefix="kvseek-emulated-") as folder:
+        unit = Specialisation(dtype, head_dim, group_size, "", rounded_rows=rounded_rows)
+        return EmulatedKernels(_compile(unit, [ATTENTION], folder))
 
 
 @cache

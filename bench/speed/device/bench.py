@@ -24,6 +24,7 @@ from kvseek.bench.speed.device.memory_plan import (
 from kvseek.bench.speed.shapes import get_shape
 from kvseek.bench.variants import Variant, WeightForm
 from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.errors import require
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage
@@ -114,6 +115,8 @@ class Bench:
     def use(self, variants: Sequence[Variant]) -> None:
         """Plan for these variants from now on."""
         self.variants = list(variants)
+        types = {variant.cache.row_dtype for variant in variants}
+        require(len(types) == 1, "cache.row_dtype", sorted(types), "one of all methods", "they share a pool: run twice")
         for variant in variants:
             if variant.label not in self._needs:
                 self._needs[variant.label] = measured_needs(self, variant)

@@ -21,7 +21,7 @@ from kvseek.bench.machine import PlainRead
 from kvseek.bench.speed.shapes import matrix_bytes
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
-from kvseek.engine.cache.memory_layout import slot_state_bytes
+from kvseek.engine.cache.memory_layout import part_bytes, slot_state_bytes
 from kvseek.plugins.measurements import SelectionCosts
 from kvseek.plugins.registry import get_method
 
@@ -95,13 +95,15 @@ def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
     """What a step moves; raises ConfigError for a method that does not say it."""
     costs, model = costs_of(config, step.retrieval, itemsize), config.model
     layers = len(model.row_layers)
-    row = 2 * model.head_dim * itemsize
+    window_row, row = (
+        2 * size for size in (model.head_dim * itemsize, part_bytes(config.cache, model.head_dim, itemsize))
+    )
     dense = min(costs.dense_layers, layers)
     dense_on_host = max(0, dense - (layers - step.host_layers))
     selecting, on_host = layers - dense, step.host_layers - dense_on_host
     heads = step.batch * model.num_kv_heads
     at_home = heads * costs.rows * (selecting - on_host * (1 - step.hit_rate))
-    at_home += heads * (step.window * layers + step.retrieval * (dense - dense_on_host))
+    at_home += heads * step.retrieval * (dense - dense_on_host)
     keys = heads * costs.reranked_keys  # a key is half a row
     away = (heads * costs.rows * (1 - step.hit_rate) + keys / 2) * on_host * row
     whole = heads * dense_on_host * step.retrieval * row
@@ -110,7 +112,7 @@ def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
         states=2.0 * step.batch * slot_state_bytes(model, getattr(torch, config.dtype)),
         scan=heads * selecting * costs.index_bytes,
         rerank=heads * selecting * costs.rerank_bytes + keys * (selecting - on_host) * row / 2,
-        device_rows=at_home * row,
+        device_rows=at_home * row + heads * step.window * layers * window_row,
         host_rows=whole + (0 if costs.host_cores else away),
         host_cores=away if costs.host_cores else 0,
     )

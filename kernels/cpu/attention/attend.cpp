@@ -31,8 +31,8 @@ struct Partial {
 
 // One tile for all queries of the group, a few at a time.
 template <class T, int DIM>
-void attend_tile(const float* queries, int group, const T* const* rows, int count, const T* const* next, int next_count,
-                 Weights& weights, const Partial& partial) {
+void attend_tile(const float* queries, int group, const T* const* rows, const float (*scales)[TILE], int count,
+                 const T* const* next, int next_count, Weights& weights, const Partial& partial) {
     for (int q = 0; q < group; q += QUERIES) {
         const float* chunk = queries + q * DIM;
         float (*scores)[TILE] = weights.of + q;
@@ -40,41 +40,50 @@ void attend_tile(const float* queries, int group, const T* const* rows, int coun
         const int ahead = q == 0 ? next_count : 0;
         switch (group - q) {
             case 1:
-                attend_tile<T, DIM, 1>(chunk, rows, count, next, ahead, scores, highest, total, values);
+                attend_tile<T, DIM, 1>(chunk, rows, scales, count, next, ahead, scores, highest, total, values);
                 break;
             case 2:
-                attend_tile<T, DIM, 2>(chunk, rows, count, next, ahead, scores, highest, total, values);
+                attend_tile<T, DIM, 2>(chunk, rows, scales, count, next, ahead, scores, highest, total, values);
                 break;
             case 3:
-                attend_tile<T, DIM, 3>(chunk, rows, count, next, ahead, scores, highest, total, values);
+                attend_tile<T, DIM, 3>(chunk, rows, scales, count, next, ahead, scores, highest, total, values);
                 break;
             default:
-                attend_tile<T, DIM, 4>(chunk, rows, count, next, ahead, scores, highest, total, values);
+                attend_tile<T, DIM, 4>(chunk, rows, scales, count, next, ahead, scores, highest, total, values);
         }
     }
+}
+
+template <class T>
+float number(T value, float) {
+    return to_float(value);
+}
+template <class T>
+float number(Rounded<T> value, float scale) {
+    return static_cast<float>(value.number) * scale;
 }
 
 // Copy rows of a head size that has no kernel of its own into float rows [K(DIM) | V(DIM)], padded with zeros, channels
 // at place_of().
 template <class T, int DIM>
-void widen(const T* const* rows, int count, int dim, float* copies) {
+void widen(const T* const* rows, const float (*scales)[TILE], int count, int dim, float* copies) {
     for (int row = 0; row < count; row++) {
         float* copy = copies + row * 2 * DIM;
         for (int d = 0; d < DIM; d++) {
-            copy[place_of<T>(d)] = d < dim ? to_float(rows[row][d]) : 0.0f;
-            copy[DIM + place_of<T>(d)] = d < dim ? to_float(rows[row][dim + d]) : 0.0f;
+            copy[place_of<T>(d)] = d < dim ? number(rows[row][d], scales[0][row]) : 0.0f;
+            copy[DIM + place_of<T>(d)] = d < dim ? number(rows[row][dim + d], scales[1][row]) : 0.0f;
         }
     }
 }
 
 template <class T, int DIM>
-void attend_padded_tile(const float* queries, int group, int dim, const T* const* rows, int count, Weights& weights,
-                        const Partial& partial) {
+void attend_padded_tile(const float* queries, int group, int dim, const T* const* rows, const float (*scales)[TILE],
+                        int count, Weights& weights, const Partial& partial) {
     alignas(64) float copies[TILE * 2 * DIM];
     const float* padded[TILE];
-    widen<T, DIM>(rows, count, dim, copies);
+    widen<T, DIM>(rows, scales, count, dim, copies);
     for (int row = 0; row < count; row++) padded[row] = copies + row * 2 * DIM;
-    attend_tile<float, DIM>(queries, group, padded, count, padded, 0, weights, partial);
+    attend_tile<float, DIM>(queries, group, padded, nullptr, count, padded, 0, weights, partial);
 }
 
 template <int DIM>
@@ -93,6 +102,28 @@ void load_queries(const AttendArguments& a, const Task& task, float* queries) {
                 d < a.dim ? to_float(from[q * a.dim + d]) * static_cast<float>(a.scaling) : 0.0f;
 }
 
+// Attend to `left` rows of a part from the row `first` on.
+template <class T, int DIM>
+void attend_part(const AttendArguments& a, const Task& task, Part part, int64_t first, int64_t left,
+                 const float* queries, Weights& weights, const Partial& partial) {
+    RowCursor<T> cursor(a, task.request, task.head, part);
+    cursor.skip(first);
+    const T* rows[2][TILE];
+    float scales[2][2][TILE];
+    int count = cursor.take(rows[0], left < TILE ? left : TILE, scales[0][0], scales[0][1]);
+    for (int tile = 0; count > 0; tile ^= 1) {
+        left -= count;
+        const int other = tile ^ 1;
+        const int next_count = cursor.take(rows[other], left < TILE ? left : TILE, scales[other][0], scales[other][1]);
+        if (a.dim == DIM)
+            attend_tile<T, DIM>(queries, a.group, rows[tile], scales[tile], count, rows[other], next_count, weights,
+                                partial);
+        else
+            attend_padded_tile<T, DIM>(queries, a.group, a.dim, rows[tile], scales[tile], count, weights, partial);
+        count = next_count;
+    }
+}
+
 template <class T, int DIM>
 void attend_unit(const AttendArguments& a, const Task& task, int64_t unit) {
     const Partial partial = partial_of<DIM>(task, unit, a.group);
@@ -102,21 +133,19 @@ void attend_unit(const AttendArguments& a, const Task& task, int64_t unit) {
     std::memset(partial.values, 0, sizeof(float) * a.group * DIM);
     for (int q = 0; q < a.group; q++) partial.highest[q] = -INFINITE, partial.total[q] = 0.0f;
 
-    RowCursor<T> cursor(a, task.request, task.head);
     const int64_t first = unit * task.unit_rows;
-    cursor.skip(first);
-    int64_t left = task.rows - first < task.unit_rows ? task.rows - first : task.unit_rows;
-    const T* rows[2][TILE];
-    int count = cursor.take(rows[0], left < TILE ? left : TILE);
-    for (int tile = 0; count > 0; tile ^= 1) {
-        left -= count;
-        const int next_count = cursor.take(rows[tile ^ 1], left < TILE ? left : TILE);
-        if (a.dim == DIM)
-            attend_tile<T, DIM>(queries, a.group, rows[tile], count, rows[tile ^ 1], next_count, weights, partial);
-        else
-            attend_padded_tile<T, DIM>(queries, a.group, a.dim, rows[tile], count, weights, partial);
-        count = next_count;
-    }
+    const int64_t rows = task.rows - first < task.unit_rows ? task.rows - first : task.unit_rows;
+    if constexpr (!std::is_same_v<T, Half>)
+        if (a.rounded) {
+            const Request& request = a.requests[task.request];
+            const int64_t left = request.sink_rows + request.ring_rows - first;  // in the window
+            const int64_t near = left < 0 ? 0 : left < rows ? left : rows;
+            attend_part<T, DIM>(a, task, Part::WINDOW, first, near, queries, weights, partial);
+            attend_part<Rounded<T>, DIM>(a, task, Part::RETRIEVAL, near > 0 ? 0 : -left, rows - near, queries, weights,
+                                         partial);
+            return;
+        }
+    attend_part<T, DIM>(a, task, Part::BOTH, first, rows, queries, weights, partial);
 }
 
 template <class T, class Out>

@@ -15,6 +15,7 @@ from kvseek.core.cpu_library import CpuLibrary, pointer
 from kvseek.core.errors import KernelError
 from kvseek.core.index_context import ShapeLimits
 from kvseek.kernels.reference.attention import attend as reference
+from kvseek.kernels.reference.attention.rounded_rows import SCALE_DTYPE
 from kvseek.kernels.structs import c_struct
 
 # Of all kernels of the CPU: MAX_DIM and MAX_GROUP of tile.h, MAX_PADDED_DIM and MAX_QUERIES of kernels/cpu/codes.
@@ -35,6 +36,7 @@ def attend(
     sink: int,
     scaling: float,
     library: CpuLibrary,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attend over the window and the selected retrieval rows, as reference.attend does.
 
@@ -44,10 +46,10 @@ def attend(
     Parameters
     ----------
     queries : Tensor [batch, H, D]
-        float32 or bfloat16, like the rows, on the CPU. `LIMITS` bounds D and H/G.
+        float32 or bfloat16, like the window and, without `scales`, the rows, on the CPU. `LIMITS` bounds D and H/G.
     selection : Selection or None
         None: every row. With a selection no request may be dense.
-    window, rows, sink
+    window, rows, sink, scales
         See reference.attend.
 
     Returns
@@ -60,12 +62,13 @@ def attend(
         On a shape, dtype or device that the kernel does not support.
     """
     selected = None if selection is None else selection.rows.contiguous()
-    tensors = [queries, batch.requests, window, rows, *([] if selected is None else [selected])]
+    tensors = [queries, batch.requests, window, rows, *(one for one in (selected, scales) if one is not None)]
     if not all(tensor.is_cpu for tensor in tensors):
         _refuse("device", queries.device, "the CPU, as are batch, cache and selection")
     layout = _layout(
         (queries.shape, queries.dtype, *((None, None) if selected is None else (selected.shape, selected.dtype))),
         (window.shape, window.stride(), window.dtype, rows.stride(), rows.dtype),
+        None if scales is None else (scales.data_ptr() - rows.data_ptr(), scales.stride(), scales.dtype),
     )
     queries = queries.contiguous()
     out = torch.empty_like(queries)
@@ -95,6 +98,8 @@ class HostAttention:
         Window rows, K then V.
     rows : Tensor [extents, G, 1024, 2, D]
         The layer's part of the row pool (strided by extent).
+    scales : Tensor or None
+        See LayerRows.
     sink : int
         Capacity of the sink: the ring starts at window row `sink`.
     scaling : float
@@ -108,32 +113,40 @@ class HostAttention:
     sink: int
     scaling: float
     library: CpuLibrary | None
+    scales: Tensor | None = None
 
     def __call__(self, queries: Tensor, batch: Batch, selection: Selection | None) -> Tensor:
         """See Attention. With a selection no request of the batch may be dense."""
         where = (queries, batch, selection, self.window, self.rows)
         if self.library is None:
-            return reference.attend(*where, sink=self.sink, scaling=self.scaling)
-        return attend(*where, sink=self.sink, scaling=self.scaling, library=self.library)
+            return reference.attend(*where, sink=self.sink, scaling=self.scaling, scales=self.scales)
+        return attend(*where, sink=self.sink, scaling=self.scaling, library=self.library, scales=self.scales)
 
 
 @lru_cache(maxsize=64)
-def _layout(query: tuple[Any, ...], cache: tuple[Any, ...]) -> bytes:
+def _layout(query: tuple[Any, ...], cache: tuple[Any, ...], scales: tuple[Any, ...] | None) -> bytes:
     # The result is cached for each combination of shapes, because `attend` runs in every layer of every step.
     (batch, heads, dim), dtype, selected, entry_dtype = query
     (_, kv_heads, window_rows, _, _), window_stride, window_dtype, rows_stride, rows_dtype = cache
     group = heads // kv_heads
     if dtype not in (torch.float32, torch.bfloat16):
         _refuse("dtype", dtype, "float32 or bfloat16")
-    if (window_dtype, rows_dtype) != (dtype, dtype):
-        _refuse("cache dtype", (window_dtype, rows_dtype), f"{dtype} as the queries")
+    if (window_dtype, rows_dtype) != (dtype, dtype if scales is None else torch.int8):
+        limit = f"{dtype} as the queries{'' if scales is None else ', and int8 with scales'}"
+        _refuse("cache dtype", (window_dtype, rows_dtype), limit)
     if fault := LIMITS.fault(dim, group):
         raise KernelError(f"native attention: {fault}; {REMEDY}")
     if entry_dtype not in (None, torch.int32):
         _refuse("selection dtype", entry_dtype, "int32")
-    for name, strides, tokens in (("window", window_stride, window_rows), ("rows", rows_stride, EXTENT_TOKENS)):
-        if strides[1:] != (tokens * 2 * dim, 2 * dim, dim, 1):
-            _refuse(f"{name} strides", strides, "contiguous but for the first dimension")
+    block = EXTENT_TOKENS * 2 * (dim if scales is None else dim + SCALE_DTYPE.itemsize)
+    for name, strides, head in (("window", window_stride, window_rows * 2 * dim), ("rows", rows_stride, block)):
+        if strides[1:] != (head, 2 * dim, dim, 1):
+            _refuse(f"{name} strides", strides, f"{(head, 2 * dim, dim, 1)} but for the first dimension")
+    if scales is not None:
+        outer = [stride // SCALE_DTYPE.itemsize for stride in rows_stride[:2]]
+        behind = EXTENT_TOKENS * 2 * dim, (*outer, 2, 1)
+        if scales != (*behind, SCALE_DTYPE):
+            _refuse("scales' offset, strides, dtype", scales, f"{behind}, {SCALE_DTYPE}: behind a block's rows")
     return bytes(
         AttendArguments(
             batch=batch,
@@ -145,6 +158,7 @@ def _layout(query: tuple[Any, ...], cache: tuple[Any, ...]) -> bytes:
             extent_stride=rows_stride[0],
             entries=0 if selected is None else selected[2],
             bfloat16=dtype is torch.bfloat16,
+            rounded=scales is not None,
         )
     )
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "kernels/cpu/half.h"
+#include "rows.h"
 
 namespace kvseek {
 namespace {
@@ -18,8 +19,11 @@ struct Weights {
     alignas(64) float of[MAX_GROUP][TILE];
 };
 
-// Two vectors of a row. Of bfloat16 rows these are the even and the odd channels, whose numbers are the halves of a
-// word.
+typedef int8_t IntByteVec __attribute__((vector_size(LANES)));
+typedef int16_t IntHalfVec __attribute__((vector_size(LANES * 2)));
+
+// Two vectors of a row. In engines of bfloat16 these are the even and the odd channels, whose numbers are the halves of
+// a word.
 struct Pair {
     Vec first, second;
 };
@@ -31,12 +35,21 @@ inline Pair load_pair(const Bfloat16* from) {
     const WordVec both = load_as<WordVec>(from);
     return {(Vec)(both << 16), (Vec)(both & 0xffff0000u)};
 }
+inline Pair load_pair(const Rounded<float>* from) {
+    return {__builtin_convertvector(load_as<IntByteVec>(from), Vec),
+            __builtin_convertvector(load_as<IntByteVec>(from + LANES), Vec)};
+}
+inline Pair load_pair(const Rounded<Bfloat16>* from) {
+    const IntHalfVec both = load_as<IntHalfVec>(from);
+    return {__builtin_convertvector((IntHalfVec)(both << 8) >> 8, Vec), __builtin_convertvector(both >> 8, Vec)};
+}
 
 // Where a channel lies in queries and values, so that they match load_pair.
 template <class T>
 constexpr int place_of(int channel) {
     const int inside = channel % (2 * LANES);
-    return std::is_same_v<T, Bfloat16> ? channel - inside + inside % 2 * LANES + inside / 2 : channel;
+    constexpr bool PAIRED = std::is_same_v<T, Bfloat16> || std::is_same_v<T, Rounded<Bfloat16>>;
+    return PAIRED ? channel - inside + inside % 2 * LANES + inside / 2 : channel;
 }
 
 // Scores of COUNT queries [COUNT, DIM] (scaled) for the rows of a tile, 4 rows at a time; asks for the next tile's rows
@@ -109,12 +122,24 @@ inline void accumulate(const T* const* rows, int count, const T* const* next, in
     }
 }
 
+// Multiply what a query has of a tile's rows with scales of theirs.
+inline void multiply(float* numbers, const float* scales, int count) {
+    for (int row = 0; row < count; row++) numbers[row] *= scales[row];
+}
+
+// `scales` are those of keys, and of values, if rows are rounded: scores and weights are multiplied with them, so that
+// rows need not be.
 template <class T, int DIM, int COUNT>
-inline void attend_tile(const float* queries, const T* const* rows, int count, const T* const* next, int next_count,
-                        float (*weights)[TILE], float* highest, float* total, float* values) {
+inline void attend_tile(const float* queries, const T* const* rows, const float (*scales)[TILE], int count,
+                        const T* const* next, int next_count, float (*weights)[TILE], float* highest, float* total,
+                        float* values) {
     float shrink[COUNT];
     score<T, DIM, COUNT>(queries, rows, count, next, next_count, weights);
-    for (int q = 0; q < COUNT; q++) shrink[q] = soften(weights[q], count, highest[q], total[q]);
+    for (int q = 0; q < COUNT; q++) {
+        if constexpr (is_rounded<T>) multiply(weights[q], scales[0], count);
+        shrink[q] = soften(weights[q], count, highest[q], total[q]);
+        if constexpr (is_rounded<T>) multiply(weights[q], scales[1], count);
+    }
     accumulate<T, DIM, COUNT>(rows, count, next, next_count, weights, shrink, values);
 }
 

@@ -8,6 +8,9 @@
 #include "kernels/cuda/overlap.cuh"
 #include "kernels/cuda/units.cuh"
 #if KVSEEK_DTYPE == 0
+#if KVSEEK_ROUNDED_ROWS
+#error "KVSEEK_ROUNDED_ROWS needs 16-bit numbers"
+#endif
 #include "kernels/cuda/attention/attend_scalar.cuh"
 #else
 #include "kernels/cuda/attention/attend_tensor.cuh"

@@ -159,6 +159,8 @@ class DeviceAttention:
         Most units that the dense rows of a request and KV head are cut into; None: `Splits.plan` chooses.
     hot : HotRows or None
         Copies of the rows that each slot's last steps selected. Of no use if the row pool lies on the device.
+    rounded_rows : bool
+        Whether the rows of the pool, and hot rows, have 8 bits; the kernels were compiled for that.
     scratch : AttentionScratch or None
         Scratch memory of another layer, which runs before or after this layer; None: memory of its own.
 
@@ -184,6 +186,7 @@ class DeviceAttention:
         device: torch.device,
         splits: int | None = None,
         hot: HotRows | None = None,
+        rounded_rows: bool = False,
         scratch: AttentionScratch | None = None,
     ) -> None:
         _check_shape(num_heads, kv_heads, head_dim, dtype)
@@ -191,6 +194,9 @@ class DeviceAttention:
         limit = f"between 1 and {MAX_RETRIEVAL_SPLITS}"
         _require(splits is None or 1 <= splits <= MAX_RETRIEVAL_SPLITS, "splits", splits, limit, "None chooses")
         self.kernels, self.dtype, self.hot = kernels, dtype, hot
+        fits = not rounded_rows or dtype is not torch.float32
+        _require(fits, "dtype", dtype, "bfloat16 or float16 with rows of 8 bits", "build with --dtype bfloat16")
+        self.row_dtype = torch.int8 if rounded_rows else dtype
         self.num_heads, self.kv_heads, self.head_dim = num_heads, kv_heads, head_dim
         self.window_rows, self.sink, self.entries, self.max_batch = window_rows, sink, entries, max_batch
         self.tiles = HeadTiles.of(dtype, head_dim, num_heads // kv_heads)
@@ -205,8 +211,8 @@ class DeviceAttention:
         self.scratch = scratch or AttentionScratch(sizes, device)
         if hot is not None:
             wanted, found = (kv_heads, entries, 2, head_dim), hot.rows.shape
-            fits = (found[1], *found[3:]) == wanted and hot.rows.dtype == dtype
-            limit = f"{dtype} [slots, {kv_heads}, buffers, {entries}, 2, {head_dim}]"
+            fits = (found[1], *found[3:]) == wanted and hot.rows.dtype == self.row_dtype
+            limit = f"{self.row_dtype} [slots, {kv_heads}, buffers, {entries}, 2, {head_dim}]"
             _require(fits, "hot.rows", (hot.rows.dtype, tuple(found)), limit, "make hot rows of the layer's shape")
 
     def without_hot_rows(self) -> DeviceAttention:
@@ -236,7 +242,8 @@ class DeviceAttention:
         window : Tensor [slots, G, window_rows, 2, D]
         rows_pointer : int
             Address, as the GPU sees it, of the layer's rows. The row of extent e, KV head j and place p starts
-            e · extent_stride + (j · 1024 + p mod 1024) · 2D numbers after it: the key, then the value.
+            e · extent_stride + (j · 1024 + p mod 1024) · 2D numbers after it: the key, then the value. In 8 bits it starts
+            e · extent_stride + j · 1024 · (2D + 4) + p mod 1024 · 2D bytes after it, with scales behind the 1,024 rows.
         extent_stride : int
             Numbers from one extent to the next.
         selection : Selection or None
@@ -264,7 +271,7 @@ class DeviceAttention:
         self._check_launch(queries, batch, window, out, lse)
         if selection is not None:
             self._check_selection(selection, batch.size)
-        stride_bytes = extent_stride * self.dtype.itemsize
+        stride_bytes = extent_stride * self.row_dtype.itemsize
         aligned = rows_pointer % ALIGNMENT == 0 and stride_bytes % ALIGNMENT == 0
         where = (rows_pointer, extent_stride)
         _require(aligned, "rows_pointer, extent_stride", where, f"multiples of {ALIGNMENT} bytes", "align the pool")
@@ -312,6 +319,7 @@ class DeviceAttention:
         if hot is not None:
             arguments.hot_rows, arguments.hot_places = hot.rows.data_ptr(), hot.places.data_ptr()
             arguments.frames, arguments.hits = hot.frames.data_ptr(), hot.hits.data_ptr()
+            arguments.hot_scales = address(hot.scales)
             arguments.hot_buffers = hot.rows.shape[2]
             arguments.frame_count, arguments.frame_step = hot.frames.numel(), hot.frame_step
 

@@ -9,15 +9,26 @@ namespace kvseek {
 // Of a frame of the hot rows (hot_rows.cuh); 0xffff: no frame holds a copy of the row.
 using FrameNumber = unsigned short;
 
+// Of rows of the pool and of hot rows: with KVSEEK_ROUNDED_ROWS integers of 8 bits, whose scales of key and value, two
+// bfloat16 a row, lie behind the rows of an extent and KV head (kernels/reference/attention/rounded_rows.py).
+#if KVSEEK_ROUNDED_ROWS
+using RowNumber = signed char;
+constexpr int SCALE_BYTES = 4;
+#else
+using RowNumber = Number;
+constexpr int SCALE_BYTES = 0;
+#endif
+
 struct AttendArguments {
     const Number* queries;     // [batch, H, D]
     Number* out;               // [batch, H, D]
     const Request* requests;   // [batch]
     const int* table;          // [slots, table_stride]: extents of a slot
     const Number* window;      // [slots, G, window_rows, 2, D]
-    const Number* rows;        // the layer's row pool; host or device memory
+    const RowNumber* rows;     // the layer's row pool; host or device memory
     const int* selected;       // [batch, G, entries]: places, -1 anywhere; null: every row
-    Number* hot_rows;          // [slots, G, hot_buffers * entries, 2, D]; null: no hot rows (hot_rows.cuh)
+    RowNumber* hot_rows;       // [slots, G, hot_buffers * entries, 2, D]; null: no hot rows (hot_rows.cuh)
+    unsigned* hot_scales;      // [slots, G, hot_buffers * entries]: two bfloat16; null: rows are not rounded
     int* hot_places;           // [slots, G, hot_buffers * entries]: place of the row in each frame, or -1
     FrameNumber* frames;       // [frame_count], as [extents, G, 1024]: frame that received each row of the pool last
     float* lse;                // [batch, H]: natural log of the sum of the scores' exponentials; null: not asked for
@@ -49,6 +60,8 @@ namespace attention {
 constexpr int DIM = KVSEEK_HEAD_DIM;
 constexpr int GROUP = KVSEEK_GROUP;  // query heads of a KV head
 constexpr int ROW = 2 * DIM;         // numbers of a row: the key, then the value
+constexpr bool ROUNDED = SCALE_BYTES > 0;
+constexpr int BLOCK = EXTENT_TOKENS * (ROW + SCALE_BYTES);  // numbers of an extent's rows of a KV head
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int TILE_ROWS = 16;            // rows that a warp takes at once

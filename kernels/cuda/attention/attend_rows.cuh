@@ -11,13 +11,14 @@ namespace kvseek {
 namespace attention {
 
 struct AdjacentRows {
-    const Number* first;
-    __device__ __forceinline__ const Number* row(int i) const { return first + i * ROW; }
+    const RowNumber* first;
+    __device__ __forceinline__ const RowNumber* row(int i) const { return first + i * ROW; }
 };
 
 // Rows of the retrieval region, numbered by place.
 struct PoolRows {
-    const Number* rows;
+    static constexpr bool SCALED = ROUNDED;
+    const RowNumber* rows;
     const int* extents;
     long long extent_stride;
     int kv_heads, kv_head;
@@ -30,11 +31,17 @@ struct PoolRows {
           kv_head(place.kv_head) {}
 
     __device__ __forceinline__ int extent(int position) const { return extents[position / EXTENT_TOKENS]; }
-    __device__ __forceinline__ const Number* row(int extent, int position) const {
-        const int inside = kv_head * EXTENT_TOKENS + position % EXTENT_TOKENS;
-        return rows + extent * extent_stride + static_cast<long long>(inside) * ROW;
+    __device__ __forceinline__ const RowNumber* block(int extent) const {
+        return rows + extent * extent_stride + static_cast<long long>(kv_head) * BLOCK;
     }
-    __device__ __forceinline__ const Number* row(int position) const { return row(extent(position), position); }
+    __device__ __forceinline__ const RowNumber* row(int extent, int position) const {
+        return block(extent) + position % EXTENT_TOKENS * ROW;
+    }
+    __device__ __forceinline__ const RowNumber* row(int position) const { return row(extent(position), position); }
+    // Scales of a row that is rounded: the key's in the lower half.
+    __device__ __forceinline__ unsigned scales(int extent, int position) const {
+        return load_once_4(block(extent) + EXTENT_TOKENS * ROW + position % EXTENT_TOKENS * SCALE_BYTES);
+    }
     // Number of the row in an array [extents, G, 1024].
     __device__ __forceinline__ long long number(int extent, int position) const {
         return (static_cast<long long>(extent) * kv_heads + kv_head) * EXTENT_TOKENS + position % EXTENT_TOKENS;
@@ -44,6 +51,7 @@ struct PoolRows {
 
 // Valid rows of the window: the sink's, then the ring's, oldest first.
 struct WindowRows {
+    static constexpr bool SCALED = false;
     const Number* window;
     int sink, ring, sink_rows, ring_first;
 

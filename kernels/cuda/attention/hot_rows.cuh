@@ -25,7 +25,8 @@ namespace attention {
 
 // The hot rows of a slot and KV head in one step.
 struct HotRows {
-    Number* rows = nullptr;              // [size, 2, D]; null: there are none
+    RowNumber* rows = nullptr;           // [size, 2, D]; null: there are none
+    unsigned* scales = nullptr;          // [size]: of rows that are rounded
     int* places = nullptr;               // [size]: place of the row that a frame holds, or -1
     FrameNumber* frames = nullptr;       // [count]: the frame that received each row of the pool last
     unsigned long long* hits = nullptr;  // [2]: rows that were found, and rows that were not; null: not counted here
@@ -39,6 +40,7 @@ struct HotRows {
         const long long list = static_cast<long long>(place.slot) * a.kv_heads + place.kv_head;
         size = a.hot_buffers * a.entries, entries = a.entries;
         rows = a.hot_rows + list * size * ROW, places = a.hot_places + list * size, frames = a.frames;
+        if (ROUNDED) scales = a.hot_scales + list * size;
         first = request.position % a.hot_buffers * a.entries;
         count = a.frame_count, shift = place.slot * a.frame_step;
         receives = place.tile == 0;
@@ -53,13 +55,13 @@ struct HotRows {
         return frames[moved < count ? moved : moved - count];
     }
 
-    // The copy of the row at `place`, which is row `number` of the pool, or null.
-    __device__ __forceinline__ const Number* find(long long number, int place) const {
+    // The frame with a copy of the row at `place`, which is row `number` of the pool, or -1.
+    __device__ __forceinline__ int find(long long number, int place) const {
         const int frame = frame_of(number);
         const bool written = static_cast<unsigned>(frame - first) < static_cast<unsigned>(entries);
-        if (frame >= size || written || places[frame] != place) return nullptr;
-        return rows + static_cast<long long>(frame) * ROW;
+        return frame >= size || written || places[frame] != place ? -1 : frame;
     }
+    __device__ __forceinline__ RowNumber* row(int frame) const { return rows + static_cast<long long>(frame) * ROW; }
 
     // Note that the frame of an entry holds this row, and return the frame; the caller copies the row there.
     __device__ __forceinline__ int receive(long long number, int place, int entry) const {

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable
+from kvseek.kernels.reference.attention.rounded_rows import SCALE_DTYPE
 
 NO_FRAME = -1  # bits 0xffff, as FrameNumber of attend_arguments.cuh
 MOST_FRAMES = 2**16 - 1
@@ -39,12 +40,15 @@ class HotRows:
     frames : Tensor, int16 [extents, G, 1024]
         See `empty_frames`.
     rows : Tensor [slots, G, buffers, entries, 2, D]
+        Of the type of the pool's rows.
     places : Tensor, int32 [slots, G, buffers, entries]
         Place of the row that a frame holds, or -1.
     hits : Tensor, int64 [slots, G, 2]
         Selected rows since the start that were found, and that were read from the pool.
     frame_step : int
         Entries of `frames` by which each slot's number of a row is moved, as slots may share extents; 0: they do not.
+    scales : Tensor, bfloat16 [slots, G, buffers, entries, 2], or None
+        Of rows in 8 bits.
     """
 
     frames: Tensor
@@ -52,6 +56,7 @@ class HotRows:
     places: Tensor
     hits: Tensor
     frame_step: int = 0
+    scales: Tensor | None = None
 
     @classmethod
     def make(
@@ -67,7 +72,7 @@ class HotRows:
     ) -> Self:
         """Allocate room for `steps` steps that select `entries` rows each; see `fitting_steps`.
 
-        `shared` says whether slots may share extents.
+        `shared` says whether slots may share extents. A dtype of int8 stands for rows in 8 bits.
         """
         device, kv_heads = frames.device, frames.shape[1]
         shape = (slots, kv_heads, steps + 1, entries)
@@ -77,6 +82,7 @@ class HotRows:
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.zeros((slots, kv_heads, 2), dtype=torch.int64, device=device),
             frames.numel() // slots if shared else 0,
+            torch.empty((*shape, 2), dtype=SCALE_DTYPE, device=device) if dtype is torch.int8 else None,
         )
 
     def forget(self, slot: int) -> None:

@@ -15,12 +15,13 @@ constexpr int NO_COPY = -1;
 
 // Rows of a warp; lane l < ROWS holds row l.
 struct FoundRows {
-    const Number* from;  // null: no row
-    int keep;            // frame of the hot rows that receives a copy; NO_COPY, NO_ROW
+    const RowNumber* from;  // null: no row
+    int keep;               // frame of the hot rows that receives a copy; NO_COPY, NO_ROW
+    unsigned scales = 0;    // of a row that is rounded
 
-    __device__ __forceinline__ const Number* row(int i) const {
+    __device__ __forceinline__ const RowNumber* row(int i) const {
         const unsigned long long address = reinterpret_cast<unsigned long long>(from);
-        return reinterpret_cast<const Number*>(__shfl_sync(ALL_LANES, address, i));
+        return reinterpret_cast<const RowNumber*>(__shfl_sync(ALL_LANES, address, i));
     }
     __device__ __forceinline__ int keep_of(int i) const { return __shfl_sync(ALL_LANES, keep, i); }
 };
@@ -52,7 +53,7 @@ struct SelectedRows {
     template <int ROWS>
     __device__ __forceinline__ FoundRows find(int place, int first) const {
         const bool exists = place >= 0 && place < length;
-        const Number* copy = nullptr;
+        int copy = -1;  // frame of one
         FoundRows found{nullptr, NO_ROW};
         if (exists) {
             const int extent = pool.extent(place);
@@ -60,11 +61,12 @@ struct SelectedRows {
             if (hot.exist()) {
                 const long long number = pool.number(extent, place);
                 copy = hot.find(number, place);
-                if (copy) found.from = copy;
+                if (copy >= 0) found.from = hot.row(copy);
                 if (hot.receives) found.keep = hot.receive(number, place, first + static_cast<int>(threadIdx.x) % 32);
             }
+            if (ROUNDED) found.scales = copy >= 0 ? hot.scales[copy] : pool.scales(extent, place);
         }
-        if (hot.hits) hot.note(exists, copy != nullptr);
+        if (hot.hits) hot.note(exists, copy >= 0);
         return found;
     }
 };

@@ -11,6 +11,8 @@ from torch import Tensor
 from kvseek.core.batch import Batch, Selection
 from kvseek.core.extents import extents_for
 
+from .rounded_rows import widen_rows
+
 
 def attend(
     queries: Tensor,
@@ -21,6 +23,7 @@ def attend(
     *,
     sink: int,
     scaling: float,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Attend over the window and the selected retrieval rows of each request, one request and KV head at a time.
 
@@ -36,6 +39,8 @@ def attend(
         The layer's part of the row pool (strided by extent).
     sink : int
         Capacity of the sink: the ring starts at window row `sink`.
+    scales : Tensor [extents, G, 1024, 2], optional
+        Of rows in 8 bits (rounded_rows.py).
 
     Returns
     -------
@@ -46,10 +51,12 @@ def attend(
     dense = batch.column("dense").tolist()
     for request in range(batch.size):
         near, far = window_rows(batch, request, window, sink), retrieval_rows(batch, request, rows)
+        if scales is not None:
+            far = widen_rows(far, retrieval_rows(batch, request, scales))
         group = heads // near.shape[0]
         for head in range(near.shape[0]):
             places = selected_places(None if dense[request] else selection, request, head, far.shape[1])
-            both = torch.cat([near[head], far[head, places]]).float()
+            both = torch.cat([near[head].float(), far[head, places].float()])
             q = queries[request, head * group : (head + 1) * group].float()
             weights = (q @ both[:, 0].T * scaling).softmax(dim=-1)
             out[request, head * group : (head + 1) * group] = (weights @ both[:, 1]).to(out.dtype)
@@ -66,7 +73,7 @@ def window_rows(batch: Batch, request: int, window: Tensor, sink: int) -> Tensor
 
 
 def retrieval_rows(batch: Batch, request: int, rows: Tensor) -> Tensor:
-    """Copy the retrieval rows of one request in the order of places, [G, n, 2, D]."""
+    """Copy the retrieval rows of one request in the order of places, [G, n, 2, D], or their scales, [G, n, 2]."""
     n = batch.lengths[request]
     extents = batch.table[batch.slots[request], : extents_for(n)].tolist()
     if not extents:

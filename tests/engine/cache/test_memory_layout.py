@@ -16,7 +16,7 @@ from kvseek.core.errors import CapacityError
 from kvseek.engine.cache import row_storage
 from kvseek.engine.cache.host_memory import available_bytes
 from kvseek.engine.cache.memory_layout import MemoryLayout, divide_memory, lay_out_rows, window_bytes
-from kvseek.engine.cache.row_storage import HostPool
+from kvseek.engine.cache.row_storage import HostPool, RowForm
 
 MODEL = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
 LAYER_EXTENT = 8 * 1024 * 2 * 128 * 2  # 4 MiB
@@ -214,40 +214,47 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("layers", "kv_heads"), [(1, 1), (1, 3), (2, 1), (3, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_rows_arrive_where_kernels_look(layers: int, kv_heads: int, dtype: torch.dtype) -> None:
-    pool = HostPool(3, 4, kv_heads, 8, dtype, CPU)
-    pool.rows.zero_()
-    everything = torch.randn(layers, kv_heads, 40, 2, 8).to(dtype)
-    pool.write(1, 4 - layers, slice(1000, 1024), everything[:, :, 7:31])
-    expected = torch.zeros_like(pool.rows)
-    expected[1, 4 - layers :, :, 1000:1024] = everything[:, :, 7:31]
-    assert torch.equal(pool.rows, expected)
+    pool = HostPool(RowForm(kv_heads, 8, dtype, dtype is torch.int8), 4, 3, CPU)
+    everything = [torch.randn(layers, kv_heads, 40, *plane.shape[4:]).to(plane.dtype) for plane in pool.planes]
+    for plane in pool.planes:
+        plane.zero_()
+    pool.write(1, 4 - layers, slice(1000, 1024), [part[:, :, 7:31] for part in everything])
     head, position = kv_heads - 1, 1010
-    numbers = (3 * 3 + 1) * kv_heads * EXTENT_TOKENS * 2 * 8 + (head * EXTENT_TOKENS + position) * 2 * 8
-    row = (ctypes.c_byte * (16 * dtype.itemsize)).from_address(pool.device_pointer + numbers * dtype.itemsize)
-    assert torch.equal(torch.frombuffer(row, dtype=dtype).view(2, 8), everything[-1, -1, 17])
+    block = EXTENT_TOKENS * sum(plane[0, 0, 0, 0].nbytes for plane in pool.planes)
+    start = ((3 * 3 + 1) * kv_heads + head) * block
+    for plane, part in zip(pool.planes, everything, strict=True):
+        expected = torch.zeros_like(plane)
+        expected[1, 4 - layers :, :, 1000:1024] = part[:, :, 7:31]
+        assert torch.equal(plane, expected)
+        size = part[0, 0, 0].nbytes
+        row = (ctypes.c_byte * size).from_address(pool.device_pointer + start + position * size)
+        assert torch.equal(torch.frombuffer(row, dtype=plane.dtype).view(part.shape[3:]), part[-1, -1, 17])
+        start += EXTENT_TOKENS * size  # scales lie behind the rows of an extent and KV head
 
 
 def test_memory_that_the_system_needs_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 2 * EXTENT_TOKENS * 2 * 4 * 4
     monkeypatch.setattr(row_storage, "available_bytes", lambda: size + row_storage.PINNED_RESERVE_BYTES - 1)
     with pytest.raises(CapacityError, match=r"needs 65,536 bytes of host memory, 1,073,807,359 are available"):
-        HostPool(2, 1, 1, 4, torch.float32, torch.device("cuda", 0))
+        HostPool(RowForm(1, 4, torch.float32, False), 1, 2, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 1, 4, 2, 4), torch.float32), ((1, 1, 3, 2, 4), torch.bfloat16)])
 def test_rows_of_another_shape_are_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    pool = HostPool(1, 1, 1, 4, torch.float32, CPU)
+    pool = HostPool(RowForm(1, 4, torch.float32, False), 1, 1, CPU)
     with pytest.raises(ValueError, match=r"must be \(1, 1, 3, 2, 4\) torch.float32"):
-        pool.write(0, 0, slice(0, 3), torch.ones(shape, dtype=dtype))
+        pool.write(0, 0, slice(0, 3), [torch.ones(shape, dtype=dtype)])
 
 
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda", 0)], ids=str)
 def test_a_pool_of_no_layers_takes_no_memory(device: torch.device) -> None:
-    assert HostPool(5, 0, 2, 4, torch.float32, device).rows.shape == (5, 0, 2, EXTENT_TOKENS, 2, 4)
+    for rounded in (False, True):
+        pool = HostPool(RowForm(2, 4, torch.float32, rounded), 0, 5, device)
+        assert pool.rows.shape == (5, 0, 2, EXTENT_TOKENS, 2, 4)
 
 
 def test_too_much_pageable_memory_is_refused() -> None:
     with pytest.raises(CapacityError, match="needs 288,230,376,151,711,744 bytes of host memory"):
-        HostPool(1 << 30, 1 << 6, 8, 128, torch.bfloat16, CPU)
+        HostPool(RowForm(8, 128, torch.bfloat16, False), 1 << 6, 1 << 30, CPU)

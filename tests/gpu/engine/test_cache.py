@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.engine.cache import cache as cache_module
-from kvseek.engine.cache.row_storage import HostPool
+from kvseek.engine.cache.row_storage import HostPool, RowForm
 
 pytestmark = pytest.mark.gpu
 
@@ -104,29 +104,31 @@ def test_kernels_find_the_rows(device: torch.device, device_layers: int) -> None
     assert torch.equal(extents.device_table.cpu(), extents.table)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
 def test_the_host_pool_is_pinned_and_takes_strided_rows(device: torch.device, dtype: torch.dtype) -> None:
-    pool = HostPool(4, 3, 8, 128, dtype, device)
+    pool = HostPool(RowForm(8, 128, dtype, dtype is torch.int8), 3, 4, device)
     assert pool.rows.is_pinned()
-    pool.rows.fill_(torch.nan)
-    rows = torch.randn(2, 8, 300, 2, 128, device=device).to(dtype)
-    pool.write(2, 1, slice(700, 900), rows[:, :, 50:250])
-    pool.write(3, 0, slice(0, 1), rows[:1, :, 7:8])
+    for plane in pool.planes:
+        plane.zero_()
+    parts = [torch.randn(2, 8, 300, *plane.shape[4:], device=device).to(plane.dtype) for plane in pool.planes]
+    pool.write(2, 1, slice(700, 900), [part[:, :, 50:250] for part in parts])
+    pool.write(3, 0, slice(0, 1), [part[:1, :, 7:8] for part in parts])
     torch.cuda.synchronize()
-    assert torch.equal(pool.rows[2, 1:, :, 700:900], rows[:, :, 50:250].cpu())
-    assert torch.equal(pool.rows[3, 0, :, 0], rows[0, :, 7].cpu())
-    assert pool.rows.isnan().sum() == pool.rows.numel() - (2 * 8 * 200 + 8) * 2 * 128
+    for plane, part in zip(pool.planes, parts, strict=True):
+        expected = torch.zeros_like(plane)
+        expected[2, 1:, :, 700:900], expected[3, 0, :, 0] = part[:, :, 50:250].cpu(), part[0, :, 7].cpu()
+        assert torch.equal(plane, expected)
 
 
 @pytest.mark.parametrize("stride", [(1 << 29) - 1, 1 << 29])
 def test_runs_further_apart_than_a_strided_copy_allows(device: torch.device, stride: int) -> None:
     """The driver's strided copies step over less than 2 GiB: beyond that each KV head travels alone."""
-    pool = HostPool(2, 1, 2, 4, torch.float32, device)
+    pool = HostPool(RowForm(2, 4, torch.float32, False), 1, 2, device)
     pool.rows.zero_()
     memory = torch.empty(stride + 3 * 8, device=device)
     rows = memory.as_strided((1, 2, 3, 2, 4), (stride, stride, 8, 4, 1))
     rows.copy_(torch.randn(rows.shape))
-    pool.write(1, 0, slice(5, 8), rows)
+    pool.write(1, 0, slice(5, 8), [rows])
     torch.cuda.synchronize()
     expected = torch.zeros_like(pool.rows)
     expected[1, :, :, 5:8] = rows.cpu()

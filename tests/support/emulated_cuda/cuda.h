@@ -217,6 +217,9 @@ inline int __syncthreads_count(bool holds) {
     emulated::barrier();
     return count;
 }
+inline bool __syncthreads_or(bool holds) {
+    return __syncthreads_count(holds) > 0;
+}
 inline void __syncwarp(unsigned = ~0u) {
     emulated::exchange(0);
 }
@@ -457,6 +460,24 @@ inline void copy_once_16_or_zeros(void* to, const void* from, bool exists) {
 inline void close_copy_group() {}
 template <int PENDING>
 void await_copy_groups() {}
+// Each lane's 32 bits of four matrices, whose rows' addresses the lanes give; `number` finds one of a row.
+template <class Find>
+void load_four(unsigned (&x)[4], const void* row, const Find& find) {
+    const uint64_t* rows = emulated::exchange(reinterpret_cast<uint64_t>(row));
+    const int g = emulated::lane() / 4, t = emulated::lane() % 4;
+    for (int m = 0; m < 4; m++)
+        x[m] = find(rows + 8 * m, g, 2 * t) | static_cast<unsigned>(find(rows + 8 * m, g, 2 * t + 1)) << 16;
+}
+inline void load_matrices(unsigned (&x)[4], const void* row) {
+    load_four(x, row, [](const uint64_t* rows, int g, int number) {
+        return reinterpret_cast<const uint16_t*>(rows[g])[number];
+    });
+}
+inline void load_matrices_transposed(unsigned (&x)[4], const void* row) {
+    load_four(x, row, [](const uint64_t* rows, int g, int number) {
+        return reinterpret_cast<const uint16_t*>(rows[number])[g];
+    });
+}
 inline float power_of_two(float x) {
     return std::exp2(x);
 }

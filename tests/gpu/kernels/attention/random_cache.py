@@ -10,7 +10,9 @@ from torch import Tensor
 from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import ExtentTable
+from kvseek.engine.cache.row_storage import RowForm
 from kvseek.kernels.reference.attention import attend as reference
+from kvseek.kernels.reference.attention.rounded_rows import round_rows, widen_rows
 
 POISON = float("nan")  # what memory that must not be read holds
 
@@ -28,6 +30,8 @@ class RandomCache:
         Keep the row pool in pinned host memory.
     layers : int
         Layers of the pool; this layer is the last, so that the stride between extents is not the least one.
+    rounded : bool
+        Rows have 8 bits.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class RandomCache:
         sink: int = 16,
         host_rows: bool = False,
         layers: int = 2,
+        rounded: bool = False,
     ) -> None:
         self.lengths, self.kv_heads, self.dim = list(lengths), kv_heads, dim
         self.sink, self.ring, self.device = sink, window_rows - sink, device
@@ -49,13 +54,15 @@ class RandomCache:
         self.extents = ExtentTable(len(lengths) + 1, max(1, *needed), sum(needed) + 1, device)
         for slot in reversed(range(len(lengths))):  # not the order in which attention meets them
             self.extents.reserve(slot, lengths[slot])
-        pool = (self.extents.capacity, layers, kv_heads, EXTENT_TOKENS, 2, dim)
-        memory = torch.device("cpu") if host_rows else device
-        self.pool = torch.full(pool, POISON, dtype=dtype, device=memory, pin_memory=host_rows and device.type == "cuda")
-        self.rows = self.pool[:, layers - 1]
+        form, pinned = RowForm(kv_heads, dim, dtype, rounded), host_rows and device.type == "cuda"
+        memory, shape = torch.device("cpu") if host_rows else device, form.shape(layers, self.extents.capacity)
+        planes = form.planes(torch.zeros(shape, dtype=form.dtype, device=memory, pin_memory=pinned))
+        planes[-1].fill_(POISON)
+        self.rows, self.scales = planes[0][:, layers - 1], planes[1][:, layers - 1] if rounded else None
         for slot, length in enumerate(lengths):
             values = torch.randn(kv_heads, length, 2, dim, device=device).to(dtype)
-            self.extents.write(self.rows, slot, 0, values)
+            for plane, part in zip(planes, round_rows(values) if rounded else (values,), strict=True):
+                self.extents.write(plane[:, layers - 1], slot, 0, part)
         self.window = torch.full((len(lengths) + 1, kv_heads, window_rows, 2, dim), POISON, dtype=dtype, device=device)
 
     def request(
@@ -120,7 +127,7 @@ class RandomCache:
         for number, request in enumerate(requests):
             ring = torch.arange(request.ring_first, request.ring_first + request.ring_rows) % self.ring + self.sink
             window_rows = torch.cat((torch.arange(request.sink_rows), ring))
-            pool = self.extents.read(self.rows, request.slot, request.length)[:, :, 0].float().cpu()
+            pool = self.extents.read(self.wide_rows(), request.slot, request.length)[:, :, 0]
             for head in range(self.kv_heads):
                 places = torch.arange(request.length)
                 if selected is not None and not request.dense:
@@ -133,11 +140,17 @@ class RandomCache:
                 result[number, own_heads] = scores.logsumexp(-1)
         return result
 
+    def wide_rows(self) -> Tensor:
+        """The layer's part of the pool in float32, on the CPU."""
+        if self.scales is None:
+            return self.rows.float().cpu()
+        return widen_rows(self.rows.cpu(), self.scales.cpu())
+
     def expected(
         self, queries: Tensor, requests: Sequence[RequestState], selected: Tensor | None, scaling: float
     ) -> Tensor:
         """What the reference gives in float32: [batch, H, D] on the CPU."""
         batch = Batch.of(requests, self.extents.table)
         selection = None if selected is None else Selection(selected.cpu())
-        window, rows = self.window.float().cpu(), self.rows.float().cpu()
+        window, rows = self.window.float().cpu(), self.wide_rows()
         return reference.attend(queries.float().cpu(), batch, selection, window, rows, sink=self.sink, scaling=scaling)

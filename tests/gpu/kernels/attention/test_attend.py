@@ -27,13 +27,13 @@ def make_attention(
     dtype, hot = cache.window.dtype, None
     if kept_steps and entries:
         sizes = {"slots": cache.window.shape[0], "entries": entries, "steps": kept_steps, "head_dim": cache.dim}
-        hot = HotRows.make(empty_frames(cache.extents, cache.kv_heads), dtype=dtype, **sizes)
+        hot = HotRows.make(empty_frames(cache.extents, cache.kv_heads), dtype=cache.rows.dtype, **sizes)
         assert hot is not None
-        hot.rows.fill_(POISON)
+        (hot.rows if hot.scales is None else hot.scales).fill_(POISON)
         hot.frames.random_(0, 2 * entries + 3)  # another request may have left anything there
     options = {"max_batch": 16, **options}
     attention = DeviceAttention(
-        kernels(str(dtype).removeprefix("torch."), cache.dim, group),
+        kernels(str(dtype).removeprefix("torch."), cache.dim, group, rounded_rows=cache.scales is not None),
         num_heads=cache.kv_heads * group,
         kv_heads=cache.kv_heads,
         head_dim=cache.dim,
@@ -44,6 +44,7 @@ def make_attention(
         scaling=cache.dim**-0.5,
         device=cache.device,
         hot=hot,
+        rounded_rows=cache.scales is not None,
         **options,
     )
     attention.scratch.partials.fill_(POISON)
@@ -121,16 +122,20 @@ SHAPES = [
 ]
 
 
+def with_rounded(shapes: list[tuple[str, int, int]]) -> list[tuple[str, int, int, bool]]:
+    """Shapes with rows of the engine's type, and with rows in 8 bits where there are such kernels."""
+    return [(*shape, rounded) for shape in shapes for rounded in (False, True) if shape[0] != "float32" or not rounded]
+
+
 @pytest.mark.parametrize("host_rows", [False, True], ids=["device", "host"])
-@pytest.mark.parametrize(("dtype", "dim", "group"), SHAPES)
+@pytest.mark.parametrize(("dtype", "dim", "group", "rounded"), with_rounded(SHAPES))
 def test_matches_the_reference(
-    dtype: str, dim: int, group: int, host_rows: bool, kernels: MakeKernels, device: torch.device
+    dtype: str, dim: int, group: int, rounded: bool, host_rows: bool, kernels: MakeKernels, device: torch.device
 ) -> None:
     """Every length with every state of the window; selected, dense and padding requests in one batch."""
     torch.manual_seed(dim + group)
-    cache = RandomCache(
-        LENGTHS, kv_heads=KV_HEADS, dim=dim, dtype=getattr(torch, dtype), device=device, host_rows=host_rows
-    )
+    where = {"dtype": getattr(torch, dtype), "device": device, "host_rows": host_rows, "rounded": rounded}
+    cache = RandomCache(LENGTHS, kv_heads=KV_HEADS, dim=dim, **where)
     attention = make_attention(kernels, cache, group)
     for dense in (0, 3):
         requests = [
@@ -162,10 +167,12 @@ def test_any_number_of_splits(
         check(attention, cache, 3, batch, rows)
 
 
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("host_rows", [False, True], ids=["device", "host"])
-def test_long_context(host_rows: bool, kernels: MakeKernels, device: torch.device) -> None:
+def test_long_context(host_rows: bool, rounded: bool, kernels: MakeKernels, device: torch.device) -> None:
     torch.manual_seed(2)
-    cache = RandomCache((70000, 3), kv_heads=1, dim=128, dtype=torch.bfloat16, device=device, host_rows=host_rows)
+    where = {"dtype": torch.bfloat16, "device": device, "host_rows": host_rows, "rounded": rounded}
+    cache = RandomCache((70000, 3), kv_heads=1, dim=128, **where)
     attention = make_attention(kernels, cache, 4)
     for dense in (False, True):
         requests = [cache.request(0, 16, 70, 40, 70056, dense), cache.request(1, 16, 3, 40, 59, dense)]
@@ -173,14 +180,17 @@ def test_long_context(host_rows: bool, kernels: MakeKernels, device: torch.devic
 
 
 @pytest.mark.parametrize("host_rows", [False, True], ids=["device", "host"])
-@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("float16", 96, 16), ("float32", 64, 3)])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group", "rounded"),
+    with_rounded([("bfloat16", 128, 4), ("float16", 96, 16), ("float32", 64, 3)]),
+)
 def test_a_request_attends_the_same_in_any_batch(
-    dtype: str, dim: int, group: int, host_rows: bool, kernels: MakeKernels, device: torch.device
+    dtype: str, dim: int, group: int, rounded: bool, host_rows: bool, kernels: MakeKernels, device: torch.device
 ) -> None:
     """Equal to the bit, beside requests of other lengths, dense ones and padding among them."""
     torch.manual_seed(4)
     lengths, entries = (30_000, 7, 5000, 900, 12_000, 0, 2500, 1024), 600
-    where = {"dtype": getattr(torch, dtype), "device": device, "host_rows": host_rows}
+    where = {"dtype": getattr(torch, dtype), "device": device, "host_rows": host_rows, "rounded": rounded}
     cache = RandomCache(lengths, kv_heads=KV_HEADS, dim=dim, window_rows=700, sink=60, **where)
     attention = make_attention(kernels, cache, group, entries, kept_steps=0)
     requests = [cache.request(slot, 60, slot, 640 - 90 * slot, 9, dense=slot % 3 == 0) for slot in range(len(lengths))]
@@ -265,16 +275,15 @@ GAP_SHAPES = [("bfloat16", 128, 4), ("float16", 96, 3), ("bfloat16", 256, 11), (
 
 
 @pytest.mark.parametrize("host_rows", [False, True], ids=["device", "host"])
-@pytest.mark.parametrize(("dtype", "dim", "group"), GAP_SHAPES)
+@pytest.mark.parametrize(("dtype", "dim", "group", "rounded"), with_rounded(GAP_SHAPES))
 def test_places_in_any_order_with_gaps(
-    dtype: str, dim: int, group: int, host_rows: bool, kernels: MakeKernels, device: torch.device
+    dtype: str, dim: int, group: int, rounded: bool, host_rows: bool, kernels: MakeKernels, device: torch.device
 ) -> None:
     """Scattered places and pages; some lists are empty, one request attends to its window alone, one to all rows."""
     torch.manual_seed(7)
     lengths, entries = (3000, 1500, 40, 2048), 600
-    cache = RandomCache(
-        lengths, kv_heads=KV_HEADS, dim=dim, dtype=getattr(torch, dtype), device=device, host_rows=host_rows
-    )
+    where = {"dtype": getattr(torch, dtype), "device": device, "host_rows": host_rows, "rounded": rounded}
+    cache = RandomCache(lengths, kv_heads=KV_HEADS, dim=dim, **where)
     requests = [cache.request(slot, 16, 3, 60, 76 + slot, slot == 1) for slot in range(4)] + [cache.padding()]
     few, many = cache.select(requests, 250), cache.select(requests, entries)
     lists = [scattered(few, entries), scattered(many, entries), cache.pages(requests, entries, 32)]
@@ -288,10 +297,13 @@ def test_places_in_any_order_with_gaps(
             check(attention, cache, group, requests[3:], selected[3:].contiguous())
 
 
-@pytest.mark.parametrize(("dtype", "dim", "group"), GAP_SHAPES)
-def test_log_sum_exp(dtype: str, dim: int, group: int, kernels: MakeKernels, device: torch.device) -> None:
+@pytest.mark.parametrize(("dtype", "dim", "group", "rounded"), with_rounded(GAP_SHAPES))
+def test_log_sum_exp(
+    dtype: str, dim: int, group: int, rounded: bool, kernels: MakeKernels, device: torch.device
+) -> None:
     torch.manual_seed(9)
-    cache = RandomCache((3000, 1500, 0, 700), kv_heads=KV_HEADS, dim=dim, dtype=getattr(torch, dtype), device=device)
+    where = {"dtype": getattr(torch, dtype), "device": device, "rounded": rounded}
+    cache = RandomCache((3000, 1500, 0, 700), kv_heads=KV_HEADS, dim=dim, **where)
     requests = [cache.request(slot, 16, 3, 60, 76 + slot, slot == 1) for slot in range(4)]
     requests[2] = cache.request(2, 0, 0, 0, 0, True)  # without any row
     selected = scattered(cache.select(requests, 300), 400)
@@ -324,15 +336,26 @@ def drift(selected: Tensor, length: int, share: float) -> Tensor:
 
 
 @pytest.mark.parametrize("kept_steps", [1, 3])
-@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("bfloat16", 256, 11), ("float32", 128, 13)])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "group", "rounded"),
+    with_rounded([("bfloat16", 128, 4), ("bfloat16", 256, 11), ("float32", 128, 13)]),
+)
 @pytest.mark.parametrize("entries", [5, ENTRIES, 300])
 def test_hot_rows_change_nothing_but_where_rows_come_from(
-    dtype: str, dim: int, group: int, entries: int, kept_steps: int, kernels: MakeKernels, device: torch.device
+    dtype: str,
+    dim: int,
+    group: int,
+    rounded: bool,
+    entries: int,
+    kept_steps: int,
+    kernels: MakeKernels,
+    device: torch.device,
 ) -> None:
     """Selections drift. Rows of the last steps are found, whatever their order; all others are read from the pool."""
     torch.manual_seed(4)
     lengths = (3000, 1500, 40)  # the last has fewer rows than entries
-    cache = RandomCache(lengths, kv_heads=KV_HEADS, dim=dim, dtype=getattr(torch, dtype), device=device, host_rows=True)
+    where = {"dtype": getattr(torch, dtype), "device": device, "host_rows": True, "rounded": rounded}
+    cache = RandomCache(lengths, kv_heads=KV_HEADS, dim=dim, **where)
     warm = make_attention(kernels, cache, group, entries, kept_steps)
     cold = make_attention(kernels, cache, group, entries, 0)
     assert warm.hot is not None

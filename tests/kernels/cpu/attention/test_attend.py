@@ -22,7 +22,9 @@ from kvseek.core.batch import Batch, RequestState, Selection
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
 from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.engine.cache.row_storage import RowForm
 from kvseek.kernels.cpu.attention.attend import HostAttention
+from kvseek.kernels.reference.attention.rounded_rows import round_rows
 
 SINK, RING = 4, 40
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -36,21 +38,31 @@ class Cache:
     window: Tensor
     rows: Tensor
     batch: Batch
+    scales: Tensor | None = None  # of rows in 8 bits
 
     def attend(
         self, queries: Tensor, selection: Selection | None, scaling: float, library: CpuLibrary | None = None
     ) -> Tensor:
         """By the compiled kernel of a library, or by the reference."""
-        return HostAttention(self.window, self.rows, SINK, scaling, library)(queries, self.batch, selection)
+        kernel = HostAttention(self.window, self.rows, SINK, scaling, library, self.scales)
+        return kernel(queries, self.batch, selection)
 
 
 def make_cache(
-    lengths: Sequence[int], kv_heads: int, dim: int, dtype: torch.dtype, wrapped: bool = True, held: int = SINK
+    lengths: Sequence[int],
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    wrapped: bool = True,
+    held: int = SINK,
+    rounded: bool = False,
 ) -> Cache:
     """Random rows for slots in reverse order; NaN in every row that belongs to no token, and in a neighbouring layer."""
     batch = len(lengths)
     table = ExtentTable(batch, 4, sum(map(extents_for, lengths)) + 2)
-    rows = torch.full((table.capacity, 2, kv_heads, 1024, 2, dim), NAN).to(dtype)
+    form = RowForm(kv_heads, dim, dtype, rounded)
+    planes = form.planes(torch.zeros(form.shape(2, table.capacity), dtype=form.dtype))
+    planes[-1].fill_(NAN)
     window = torch.full((batch, kv_heads, SINK + RING, 2, dim), NAN).to(dtype)
     slots = list(reversed(range(batch)))
     first = RING - 7 if wrapped else 3
@@ -58,14 +70,17 @@ def make_cache(
     ring = (torch.arange(first, first + ring_rows) % RING) + SINK
     for slot, length in zip(slots, lengths, strict=True):
         table.reserve(slot, length)
-        table.write(rows[:, 1], slot, 0, torch.randn(kv_heads, length, 2, dim).to(dtype))
+        own = torch.randn(kv_heads, length, 2, dim).to(dtype)
+        for plane, part in zip(planes, round_rows(own) if rounded else (own,), strict=True):
+            table.write(plane[:, 1], slot, 0, part)
         for index in (torch.arange(held), ring):
             window[slot][:, index] = torch.randn(kv_heads, len(index), 2, dim).to(dtype)
     requests = [
         RequestState(slot=slot, sink_rows=held, ring_first=first, ring_rows=ring_rows, length=length)
         for slot, length in zip(slots, lengths, strict=True)
     ]
-    return Cache(window, rows[:, 1], Batch.of(requests, table.table))
+    rows, *scales = (plane[:, 1] for plane in planes)
+    return Cache(window, rows, Batch.of(requests, table.table), *scales)
 
 
 def choose(lengths: Sequence[int], kv_heads: int) -> Selection:
@@ -87,9 +102,10 @@ def compare(
     dtype: torch.dtype,
     selects: bool,
     wrapped: bool = True,
+    rounded: bool = False,
 ) -> None:
     kv_heads = 2
-    cache = make_cache(lengths, kv_heads, dim, dtype, wrapped)
+    cache = make_cache(lengths, kv_heads, dim, dtype, wrapped, rounded=rounded)
     selection = choose(lengths, kv_heads) if selects else None
     queries = (3 * torch.randn(len(lengths), kv_heads * group, dim)).to(dtype)
     expected = cache.attend(queries, selection, dim**-0.5)
@@ -106,8 +122,8 @@ def test_every_level_equals_the_reference(
     library: CpuLibrary, level: int, dim: int, group: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(level)
-    for selects in (True, False):
-        compare(library, [1100, 37], group, dim, dtype, selects, wrapped=False)
+    for selects, rounded in itertools.product((True, False), (True, False)):
+        compare(library, [1100, 37], group, dim, dtype, selects, wrapped=False, rounded=rounded)
 
 
 @settings(max_examples=40, deadline=None)
@@ -117,18 +133,27 @@ def test_every_level_equals_the_reference(
     group=st.integers(1, 16),
     dim=st.integers(1, 32).map(lambda eighths: 8 * eighths),
     selects=st.booleans(),
+    rounded=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_any_shape_equals_the_reference(
-    library: CpuLibrary, dtype: torch.dtype, lengths: list[int], group: int, dim: int, selects: bool, seed: int
+    library: CpuLibrary,
+    dtype: torch.dtype,
+    lengths: list[int],
+    group: int,
+    dim: int,
+    selects: bool,
+    rounded: bool,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    compare(library, lengths, group, dim, dtype, selects)
+    compare(library, lengths, group, dim, dtype, selects, rounded=rounded)
 
 
-def test_a_request_does_not_depend_on_its_batch_nor_on_threads(library: CpuLibrary) -> None:
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_request_does_not_depend_on_its_batch_nor_on_threads(library: CpuLibrary, rounded: bool) -> None:
     lengths = [3000, 700, 2048]
-    cache, selection = make_cache(lengths, 2, 64, torch.float32), choose(lengths, 2)
+    cache, selection = make_cache(lengths, 2, 64, torch.float32, rounded=rounded), choose(lengths, 2)
     queries = torch.randn(3, 6, 64)
     threads = torch.get_num_threads()
     try:

@@ -165,6 +165,17 @@ def test_launch_describes_what_it_is_given() -> None:
     assert (arguments.selected, arguments.hot_rows) == (None, None)
 
 
+def test_rows_in_8_bits_have_scales_of_their_own() -> None:
+    hot = HotRows.make(make_hot_rows().frames, slots=4, entries=100, steps=1, head_dim=128, dtype=torch.int8)
+    assert hot.scales is not None
+    attention = make(hot=hot, rounded_rows=True)
+    launch(attention, extent_stride=1024 * 260)
+    ((*_, arguments),) = attention.kernels.launches  # type: ignore[attr-defined]
+    assert (arguments.hot_rows, arguments.hot_scales) == (hot.rows.data_ptr(), hot.scales.data_ptr())
+    with pytest.raises(KernelError, match="rows_pointer"):
+        launch(attention, extent_stride=1024 * 260 + 4)
+
+
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_layers_attention_knows_its_window_and_its_rows(on_host: bool) -> None:
     kernel = make()
@@ -222,6 +233,8 @@ def test_hits_are_a_share_of_all_layers_rows() -> None:
         ("hot.rows", {"hot": make_hot_rows(entries=99)}),
         ("hot.rows", {"hot": make_hot_rows(), "dtype": torch.float16}),
         ("splits", {"splits": 97}),
+        ("dtype", {"dtype": torch.float32, "rounded_rows": True}),
+        ("hot.rows", {"hot": make_hot_rows(), "rounded_rows": True}),
     ],
 )
 def test_shapes_that_the_kernel_lacks_are_refused(field: str, changes: dict[str, Any]) -> None:
