@@ -27,11 +27,6 @@ class Snapshot:
     def __init__(self, tokens: int) -> None:
         self.tokens, self.layers = tokens, list[DeltaPrompt]()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return sum(layer.latest.nbytes + layer.recurrent.nbytes for layer in self.layers)
-
     def write(self, state: DeltaPrompt) -> None:
         """Copy the state of the next layer."""
         self.layers.append(DeltaPrompt(self.tokens, _on_host(state.latest), _on_host(state.recurrent)))
@@ -58,8 +53,10 @@ class States:
     ----------
     layers : list of DeltaStates
         Those of the layers with states, in order.
-    made : dict of int to dict of int to Snapshot
-        By slot and number of tokens, the snapshots of the slot's prompt; whole when the prompt has been read.
+    most_snapshots : int
+        How many cache.reuse_state_bytes have room for.
+    pending : dict of int to dict of int to Snapshot
+        By slot and number of tokens, the slot's snapshots that nobody else can find yet; whole when its prompt has been read.
     """
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -76,35 +73,40 @@ class States:
                 f"({str(error).splitlines()[0]}); lower max_batch_size"
             ) from None
         self.layers = [DeltaStates(*one) for one in zip(conv, recurrent, strict=True)]
-        self.made: dict[int, dict[int, Snapshot]] = {}
+        self.pending: dict[int, dict[int, Snapshot]] = {}
         self._every = config.cache.reuse_state_tokens
         self._prompts: dict[int, int] = {}  # tokens of each slot's prompt
         one = conv[:, 0, 1:].nbytes + recurrent[:, 0].nbytes
-        self._most = 0 if config.cache.reuse is False else config.cache.reuse_state_bytes // one
+        self.most_snapshots = 0 if config.cache.reuse is False else config.cache.reuse_state_bytes // one
 
-    def begin_snapshots(self, slot: int, first: int, tokens: int) -> dict[int, Snapshot]:
-        """Make snapshots for a prompt of which tokens from `first` on are read, by where they are to be written.
+    def begin_snapshots(self, slot: int, first: int, tokens: int) -> None:
+        """Make pending snapshots for a prompt of which tokens from `first` on are read; its layers write them.
 
-        That is after each multiple of reuse_state_tokens, and after the last whole block, from which a prompt that continues this
-        one goes on. If they do not all fit, the last ones are made.
+        They are of the states after each multiple of reuse_state_tokens, and after the last whole block, from which a prompt that
+        continues this one goes on. If they do not all fit, the last ones are made.
         """
         self._prompts[slot] = tokens
         places = {*range(self._every, tokens + 1, self._every), tokens // STATE_BLOCK * STATE_BLOCK}
-        wanted = sorted(place for place in places if place > first)[-self._most :] if self._most else []
-        self.made[slot] = {place: Snapshot(place) for place in wanted}
-        return self.made[slot]
+        wanted = sorted(place for place in places if place > first)
+        self.pending[slot] = {place: Snapshot(place) for place in wanted[max(0, len(wanted) - self.most_snapshots) :]}
 
     def take(self, slot: int, tokens: int) -> None:
-        """Make a snapshot of a slot, which has so many tokens, if steps have brought some of them.
+        """Make a pending snapshot of a slot, which has so many tokens, if steps have brought some of them.
 
         After a prompt's own tokens alone, that after its last whole block does: from there on others compute the same to the bit.
         """
-        if self._most and tokens > self._prompts.get(slot, tokens):
-            snapshot = self.made.setdefault(slot, {})[tokens] = Snapshot(tokens)
+        if self.most_snapshots and tokens > self._prompts.get(slot, 0):
+            snapshot = self.pending.setdefault(slot, {})[tokens] = Snapshot(tokens)
             for states in self.layers:
                 snapshot.write(DeltaPrompt.of_slot(states, slot, tokens))
 
+    def drop(self, snapshot: Snapshot) -> None:
+        """Make a pending snapshot no longer, as there is no room for it."""
+        for pending in self.pending.values():
+            if pending.get(snapshot.tokens) is snapshot:
+                del pending[snapshot.tokens]
+
     def close(self, slot: int) -> None:
-        """Forget the snapshots of a slot, but for those that somebody has."""
-        self.made.pop(slot, None)
+        """Forget the pending snapshots of a slot."""
+        self.pending.pop(slot, None)
         self._prompts.pop(slot, None)

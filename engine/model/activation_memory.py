@@ -24,6 +24,7 @@ from kvseek.engine.model.prompt_windows import (
     row_tokens,
     window_tokens,
 )
+from kvseek.kernels.reference.delta_net import GROUPS
 from kvseek.plugins.contract import LAST_QUERIES
 
 # For memory that cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, blocks that the allocator splits;
@@ -56,7 +57,7 @@ def _torch_prefill(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk:
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = 3 * queries + 2 * keys + 2 * model.hidden_size  # qkv, rotated queries, output; norm and projection
     attention += 3 * queries * model.gated_attention  # gates, their sigmoids, what is multiplied
-    states = chunk * _state_bytes(model, dtype) // dtype.itemsize
+    states = _state_bytes(config, dtype, chunk) // dtype.itemsize
     mlp = _mlp_elements(model) + 2 * model.hidden_size
     elements = tokens * (model.hidden_size + _row_elements(keys)) + max(
         chunk * attention + _attention_elements(config, tokens, chunk), chunk * mlp, states
@@ -70,17 +71,27 @@ def _torch_prefill(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk:
     return elements
 
 
-def _state_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Count the bytes of a prompt's token within a Gated DeltaNet layer, most of which are float32; 0 without such layers."""
-    states = model.delta_net
+def _state_bytes(config: EngineConfig, dtype: torch.dtype, chunk: int) -> int:
+    """Count the bytes that a Gated DeltaNet layer holds for a chunk, most of which are float32; 0 without such layers.
+
+    A pack may have as many prompts as the batch, each with a block that its tokens do not fill. Only one group of blocks is being
+    solved at a time.
+    """
+    states = config.model.delta_net
     if states is None:
         return 0
     heads, keys, values = states.num_value_heads, states.key_head_dim, states.value_head_dim
-    convolved = 5 * states.channels  # inputs, two sums, what silu gives, and it without the rows between prompts
-    each = 2 * heads * (2 * keys + values)  # queries, keys and values of heads, and their squares or their blocks
-    solved = 2 * heads * (3 * keys + values + 3 * STATE_BLOCK)  # of all blocks, and of groups on their way there
-    narrow = 2 * model.hidden_size + states.channels + 2 * states.values
-    return narrow * dtype.itemsize + (convolved + each + solved + 3 * states.values) * torch.float32.itemsize
+    prompts, group = min(config.max_batch_size, chunk), GROUPS[config.device]
+    rows = chunk + max(2, prompts) * (STATE_BLOCK - 1)  # one prompt may begin and end within blocks
+    convolved = 5 * states.channels * chunk  # inputs, three sums, what silu gives
+    each = (
+        2 * heads * (2 * keys + values) + 3 * states.values
+    )  # those of heads, and in blocks; outputs, joined and in order
+    solved = 2 * heads * (3 * keys + values + 3 * STATE_BLOCK) * group * STATE_BLOCK
+    kept = (prompts + 2 * group) * states.values * keys  # states of prompts, and those that a group reads and writes
+    most = max(convolved, 2 * states.channels * chunk + each * rows + solved + kept)
+    narrow = 2 * config.model.hidden_size + states.channels + 2 * states.values
+    return narrow * chunk * dtype.itemsize + most * torch.float32.itemsize
 
 
 def _mlp_elements(model: ModelConfig) -> int:

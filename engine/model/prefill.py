@@ -345,7 +345,7 @@ class LayerwisePrefill(Prefill):
             self._prompt = self._model.begin_prompt(self)
             states = self.retrieval.cache.states
             if states is not None and len(self.slots) == 1:
-                self._snapshots = states.begin_snapshots(self.slots[0], self._first, self.tokens)
+                self._snapshots = states.pending.get(self.slots[0], {})
         if self._model.model.has_state(self._layer):
             return self._advance_states(max_tokens)
         if self._rows is None:

@@ -388,8 +388,10 @@ class PromptReader:
             chosen = self._pack(waiting, beside) if kind is Kind.PACKED else waiting[:1]
             if not chosen:
                 return None
-            if kind is not Kind.PACKED and not self._look_up(chosen[0]):
-                return None
+            if kind is not Kind.PACKED:
+                if not self._look_up(chosen[0]):
+                    return None
+                self._prefixes.begin_states(chosen[0].slot, len(chosen[0].request.prompt_ids))
             prompts = [(sequence.slot, sequence.request.prompt_ids) for sequence in chosen]
             on_logits = {sequence.slot: sequence.unscored.take for sequence in chosen if sequence.unscored is not None}
             self._jobs[kind] = Job(self._decoder.prefill(prompts, on_logits), chosen)

@@ -144,8 +144,8 @@ def read_prompts(
 ) -> tuple[Tensor, list[DeltaPrompt]]:
     """Compute a layer's outputs [rows, values] for the next tokens of prompts, so many of each, whose rows follow each other.
 
-    A prompt's outputs depend to the bit neither on other prompts nor on where it is cut, if it is cut at multiples of BLOCK
-    tokens. Parameters as `delta_step`. Returns the outputs, and the prompts after these tokens.
+    A prompt's outputs depend to the bit neither on other prompts nor on where it is cut, if it is cut where positions are
+    multiples of BLOCK, wherever it begins. Parameters as `delta_step`. Returns the outputs, and the prompts after these tokens.
     """
     config, kernel = parameters.config, parameters.config.conv_kernel
     inputs, gates = torch.split(qkvz[:, : config.channels], list(counts)), _gates(ba, parameters)
@@ -158,8 +158,9 @@ def read_prompts(
         first += count + kernel - 1
     latest = [joined[at + count : at + count + kernel - 1] for at, count in zip(firsts, counts, strict=True)]
     own = [mixed[at : at + count] for at, count in zip(firsts, counts, strict=True)]
-    parts = [_blocks(part, counts) for part in (*_heads(torch.cat(own), config), *gates)]
-    each = [-(-count // BLOCK) for count in counts]
+    before = [prompt.tokens % BLOCK for prompt in prompts]  # places of its first block that a prompt leaves empty
+    parts = [_blocks(part, counts, before) for part in (*_heads(torch.cat(own), config), *gates)]
+    each = [-(-(empty + count) // BLOCK) for empty, count in zip(before, counts, strict=True)]
     owners = [number for number, blocks in enumerate(each) for _ in range(blocks)]
     states, size = [prompt.recurrent for prompt in prompts], GROUPS[qkvz.device.type]
     groups = [
@@ -167,7 +168,8 @@ def read_prompts(
         for at in range(0, len(owners), size)
     ]
     rows = torch.cat(groups).transpose(1, 2).flatten(2)  # [blocks, BLOCK, values]
-    out = [part.flatten(0, 1)[:count] for part, count in zip(torch.split(rows, each), counts, strict=True)]
+    places = zip(torch.split(rows, each), before, counts, strict=True)
+    out = [part.flatten(0, 1)[empty : empty + count] for part, empty, count in places]
     read = [
         DeltaPrompt(prompt.tokens + count, end.clone(), state)
         for prompt, count, end, state in zip(prompts, counts, latest, states, strict=True)
@@ -209,15 +211,17 @@ def _gated(out: Tensor, z: Tensor, parameters: DeltaParameters) -> Tensor:
     return (normed * F.silu(z.float())).to(z.dtype)
 
 
-def _blocks(part: Tensor, counts: Sequence[int]) -> Tensor:
-    """Cut rows [rows, heads, ...] of prompts into blocks [blocks, heads, BLOCK, ...], the last of a prompt with zeros behind.
+def _blocks(part: Tensor, counts: Sequence[int], before: Sequence[int]) -> Tensor:
+    """Cut rows [rows, heads, ...] of prompts into blocks [blocks, heads, BLOCK, ...], filled up with zeros.
 
-    A token of zeros changes no state: it has no key, and its g is 0.
+    So many are `before` the rows of each prompt, the others behind. A token of zeros changes no state: it has no key, and its g
+    is 0.
     """
     filled = []
-    for own in torch.split(part, list(counts)):
-        missing = -own.shape[0] % BLOCK
-        filled.append(torch.cat((own, own.new_zeros(missing, *own.shape[1:]))) if missing else own)
+    for own, empty in zip(torch.split(part, list(counts)), before, strict=True):
+        missing = -(empty + own.shape[0]) % BLOCK
+        first, last = (own.new_zeros(rows, *own.shape[1:]) for rows in (empty, missing))
+        filled.append(torch.cat((first, own, last)) if empty or missing else own)
     joined = filled[0] if len(filled) == 1 else torch.cat(filled)
     return joined.view(-1, BLOCK, *joined.shape[1:]).transpose(1, 2)
 

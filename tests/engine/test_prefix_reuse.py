@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from kvseek.core.request import FinishReason, Request, RequestStatistics, SamplingConfig
 from kvseek.engine.cache.prefixes.tree import TOKEN_BYTES, Node
+from kvseek.engine.cache.states import Snapshot
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.prefixes import DiskSettings
 from kvseek.plugins.registry import METHODS, method_traits
@@ -195,11 +197,23 @@ def test_a_hybrids_requests_that_come_together_share_states(hybrid: Callable[...
         assert statistics.reused_tokens == (0 if request is requests[0] else 2048)
 
 
+def snapshot_bytes(engine: Engine) -> list[int]:
+    """Sizes of an engine's snapshots."""
+    return [
+        sum(part.latest.nbytes + part.recurrent.nbytes for part in one.layers) for one in engine._prefixes._snapshots
+    ]
+
+
+def count_snapshots() -> int:
+    """How many there are in the process."""
+    return sum(isinstance(found, Snapshot) for found in gc.get_objects())
+
+
 def test_states_have_a_budget(hybrid: Callable[..., Engine]) -> None:
     """The last ones of a prompt are made, and the least recently used go; without any, prompts are read again."""
     one = hybrid()
     ask(one, Request(DOCUMENT, 4))
-    (size,) = {snapshot.nbytes for snapshot in one._prefixes._snapshots}
+    (size,) = set(snapshot_bytes(one))
     plain = known_answers(hybrid(reuse=False))
     other = tuple(reversed(DOCUMENT))
     for snapshots, reused in ((2, [0, 2240, 0, 0]), (9, [0, 2240, 0, 2240]), (0, [0, 0, 0, 0])):
@@ -208,8 +222,33 @@ def test_states_have_a_budget(hybrid: Callable[..., Engine]) -> None:
             ((tokens, statistics),) = ask(engine, Request(prompt, 4))
             assert tokens == plain(Request(prompt, 4))
             found.append(statistics.reused_tokens)
-            assert sum(kept.nbytes for kept in engine._prefixes._snapshots) <= snapshots * size
+            assert sum(snapshot_bytes(engine)) <= snapshots * size
         assert found == reused
+
+
+@pytest.mark.parametrize("most", [1, 3, 5])
+def test_states_of_running_requests_are_within_the_budget(most: int, hybrid: Callable[..., Engine]) -> None:
+    """Those of prompts that are being read, of requests that go on, and of some that are cancelled meanwhile."""
+    ask(one := hybrid(), Request(DOCUMENT, 4))
+    (size,) = set(snapshot_bytes(one))
+    del one
+    gc.collect()
+    others = count_snapshots()
+    engine, plain = hybrid(reuse_state_bytes=most * size), known_answers(hybrid(reuse=False))
+    prompts = [tuple((token + number) % 300 for token in DOCUMENT[: 1300 + 90 * number]) for number in range(6)]
+    tokens = {engine.submit(Request(prompt, 30)): list[int]() for prompt in prompts}
+    ids, alive = list(tokens), list[int]()
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += [] if output.token_id is None else [output.token_id]
+        alive.append(count_snapshots() - others)
+        if len(alive) in (4, 9):
+            engine.cancel(ids[len(alive) // 4])
+    assert 0 < max(alive) <= most
+    for prompt, answer in zip(prompts, tokens.values(), strict=True):
+        assert answer == plain(Request(prompt, 30))[: len(answer)]
+    assert not any(states.pending for states in [engine._cache.states] if states)
+    assert all(engine._prefixes._snapshots.values()), "what is pending nowhere any more is forgotten"
 
 
 def test_states_go_with_their_extents(hybrid: Callable[..., Engine]) -> None:

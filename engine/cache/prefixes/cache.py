@@ -161,7 +161,7 @@ class PrefixCache:
         self._read: set[int] = set()  # slots whose prompt has been read to its end
         self._used: dict[int, set[Node]] = {}  # by slot: kept nodes whose rows it has read or left
         self._doubtful: set[int] = set()  # slots with rows of nodes that were discarded
-        # Of a hybrid: where each snapshot is kept, least recently used first.
+        # Of a hybrid: where each snapshot is kept, least recently used first: nowhere, as long as it is pending.
         self._snapshots: OrderedDict[Snapshot, dict[Node, int]] = OrderedDict()
         self._loader = None if store is None else PrefixLoader(cache, store, self._make_room)
         layout, most = cache.rows.layout, cache.config.reuse_host_bytes
@@ -309,6 +309,14 @@ class PrefixCache:
         self.counts.reused_tokens += (gained or 0) if before is None else 0
         return gained is not None
 
+    def begin_states(self, slot: int, tokens: int) -> None:
+        """Make the snapshots of a hybrid's prompt of so many tokens, which is about to be read alone, in place of others."""
+        if self.cache.states is not None:
+            self._release_pending(slot)
+            prefix = self.cache.prefixes.get(slot)
+            self.cache.states.begin_snapshots(slot, 0 if prefix is None else prefix.tokens, tokens)
+            self._hold_pending(slot)
+
     # A request grows. If there is no room, one is closed, and goes on later with the rows that it has left.
 
     def grow(self, slot: int, tokens: int) -> None:
@@ -422,6 +430,7 @@ class PrefixCache:
         self._used.pop(slot, None)
         if self._loader is not None:
             self._loader.cancel(slot)
+        self._release_pending(slot)
         self.cache.close(slot)
         self._evict(self._extents.idle - self._most)
 
@@ -475,20 +484,39 @@ class PrefixCache:
         """Keep a hybrid's snapshots of a slot with the nodes of its tokens, as far as there are such."""
         if self.cache.states is None:
             return
-        made, match = self.cache.states.made.get(slot, {}), self._tree.match(salt, tokens)
-        prefix = self.cache.prefixes.get(slot)
+        self._hold_pending(slot)
+        pending, match = self.cache.states.pending.get(slot, {}), self._tree.match(salt, tokens)
+        made, prefix = dict(pending), self.cache.prefixes.get(slot)
         if prefix is not None and prefix.state is not None:  # by which whoever continues this sequence finds it, too
-            made = {prefix.tokens: prefix.state} | made
+            made[prefix.tokens] = prefix.state
         for place, snapshot in made.items():
             found = match.node_of(place) if place <= match.tokens else None
-            if found is not None and found[1] not in found[0].states:
-                node, within = found
-                node.states[within] = snapshot
+            if found is None:
+                continue
+            (node, within), was_pending = found, pending.pop(place, None) is snapshot
+            if node.states.setdefault(within, snapshot) is snapshot:
                 self._snapshots.setdefault(snapshot, {})[node] = within
-        while sum(one.nbytes for one in self._snapshots) > self.cache.config.reuse_state_bytes:
-            _, places = self._snapshots.popitem(last=False)
+            elif was_pending:  # another request's does
+                self._snapshots.pop(snapshot, None)
+        self._hold_pending(slot)
+
+    def _hold_pending(self, slot: int) -> None:
+        """Count a slot's pending snapshots, and forget the least recently used of all that there is no room for."""
+        states = self.cache.states
+        assert states is not None, "a hybrid has states"
+        for snapshot in states.pending.get(slot, {}).values():
+            self._snapshots.setdefault(snapshot, {})
+        while len(self._snapshots) > states.most_snapshots:
+            oldest, places = self._snapshots.popitem(last=False)
+            states.drop(oldest)
             for node, within in places.items():
                 del node.states[within]
+
+    def _release_pending(self, slot: int) -> None:
+        """Count the snapshots no longer that are pending of a slot, which gives them up."""
+        if self.cache.states is not None:
+            for snapshot in self.cache.states.pending.get(slot, {}).values():
+                self._snapshots.pop(snapshot, None)
 
     def _make_room(self, slot: int, places: int, session: Session | None = None) -> int:
         """Give a slot extents for so many places, as far as nobody uses them; returns the number of places that fit.

@@ -111,7 +111,7 @@ def test_a_prompt_does_not_depend_on_others_or_on_how_it_is_cut() -> None:
 
 
 def check_cuts(config: DeltaNetConfig, device: str) -> None:
-    """Read a prompt whole, in chunks, and in a pack of others."""
+    """Read a prompt whole, in chunks, and in a pack of others; and the rest of one behind states that end within a block."""
     parameters, _ = draw(config, torch.bfloat16, device)
     source, counts = torch.Generator().manual_seed(5), (70, 700, 3)
     shapes = (sum(counts), config.channels + config.values), (sum(counts), 2 * config.num_value_heads)
@@ -131,6 +131,14 @@ def check_cuts(config: DeltaNetConfig, device: str) -> None:
         assert one.tokens == state.tokens == counts[1]
         assert torch.equal(one.recurrent, state.recurrent)
         assert torch.equal(one.latest, state.latest)
+    _, (kept,) = read_prompts(own[0][:100], own[1][:100], [begun], [100], parameters)
+    whole, (end,) = read_prompts(own[0][100:], own[1][100:], [kept], [600], parameters)
+    state, parts = kept, []
+    for start, stop in ((100, 128), (128, 512), (512, 700)):
+        out, (state,) = read_prompts(own[0][start:stop], own[1][start:stop], [state], [stop - start], parameters)
+        parts.append(out)
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(state.recurrent, end.recurrent)
 
 
 @pytest.mark.parametrize("precision", ["none", "int4"])
