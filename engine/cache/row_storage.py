@@ -73,7 +73,8 @@ def _plane(blocks: Tensor, first: int, of_row: tuple[int, ...]) -> Tensor:
     layers, extents, heads, size = blocks.shape
     inner = torch.empty(EXTENT_TOKENS, *of_row, device="meta").stride()
     shape = (extents, layers, heads, EXTENT_TOKENS, *of_row)
-    return blocks.as_strided(shape, (heads * size, extents * heads * size, size, *inner), first)
+    strides = (heads * size, extents * heads * size, size, *inner)
+    return blocks.as_strided(shape, strides, blocks.storage_offset() + first)
 
 
 class HostPool:
@@ -81,10 +82,11 @@ class HostPool:
 
     Attributes
     ----------
-    planes : tuple of Tensor, on the CPU
-        The parts of rows, see `_planes`. In memory the layers are outermost, because a layer's rows are read together: a GPU
-        takes longer for addresses that lie further apart (docs/gpu.md, "Addresses of host memory"). Pinned memory is freed when
-        the last tensor over it is.
+    blocks : Tensor [layers, extents, G, n], on the CPU
+        See RowForm. The layers are outermost, because a layer's rows are read together: a GPU takes longer for addresses that
+        lie further apart (docs/gpu.md, "Addresses of host memory"). Pinned memory is freed when the last tensor over it is.
+    planes : tuple of Tensor
+        Views of the blocks, see RowForm.planes.
     device_pointer : int
         Address of the first row for kernels of the device; for the CPU, the address of the tensor.
     pinned : bool
@@ -107,11 +109,11 @@ class HostPool:
         if self.pinned:
             memory = _pin(math.prod(shape) * dtype.itemsize, device)
             self.device_pointer, self.way = memory.device_pointer, memory.way
-            blocks = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
+            self.blocks = torch.frombuffer(memory.buffer, dtype=dtype).view(shape)
         else:
-            blocks = _pageable(shape, dtype)
-            self.device_pointer, self.way = blocks.data_ptr(), None
-        self.planes = form.planes(blocks)
+            self.blocks = _pageable(shape, dtype)
+            self.device_pointer, self.way = self.blocks.data_ptr(), None
+        self.planes = form.planes(self.blocks)
 
     @property
     def rows(self) -> Tensor:
@@ -216,10 +218,12 @@ class RowStorage:
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device, layout: RowLayout) -> None:
         """Allocate the rows; raises CapacityError if the memory of host or device does not suffice."""
-        self.layout, self._device, self._dtype = layout, device, dtype
-        form = RowForm(config.model.num_kv_heads, config.model.head_dim, dtype, config.cache.row_dtype == "int8")
-        self.pool = HostPool(form, layout.host_layers, layout.capacity, device)
-        self.device_planes = form.planes(_device_blocks(form, layout, device))
+        self.layout, self._device = layout, device
+        model, rounded = config.model, config.cache.row_dtype == "int8"
+        self._form = RowForm(model.num_kv_heads, model.head_dim, dtype, rounded)
+        self.pool = HostPool(self._form, layout.host_layers, layout.capacity, device)
+        self._device_blocks = _device_blocks(self._form, layout, device)
+        self.device_planes = self._form.planes(self._device_blocks)
 
     @property
     def device_rows(self) -> Tensor:
@@ -237,7 +241,7 @@ class RowStorage:
 
     def write(self, first_layer: int, rows: Tensor, spans: Sequence[Span]) -> None:
         """Write rows [layers, G, n, 2, D] of layers first_layer, ... on the current stream."""
-        if self.rounded:
+        if self._form.rounded:
             self._write_rounded(first_layer, rows, spans)
             return
         for extent, inside, source in spans:
@@ -245,9 +249,9 @@ class RowStorage:
 
     def _write_rounded(self, first_layer: int, rows: Tensor, spans: Sequence[Span]) -> None:
         """Write rows that are rounded in few large pieces, as each takes a dozen launches on a GPU."""
-        extent_numbers = rows.shape[1] * EXTENT_TOKENS * 2 * rows.shape[4]
-        some_layers = max(1, min(rows.shape[0], ROUNDED_AT_ONCE // extent_numbers))
-        some_spans = max(1, ROUNDED_AT_ONCE // (some_layers * extent_numbers))
+        span_numbers = rows[0, :, :EXTENT_TOKENS].numel()  # of a layer, at most
+        some_layers = max(1, min(rows.shape[0], ROUNDED_AT_ONCE // max(1, span_numbers)))
+        some_spans = max(1, ROUNDED_AT_ONCE // max(1, some_layers * span_numbers))
         for layer in range(0, rows.shape[0], some_layers):
             for number in range(0, len(spans), some_spans):
                 own = spans[number : number + some_spans]
@@ -266,11 +270,6 @@ class RowStorage:
         if on_device < layers:
             self.pool.write(extent, first_layer + on_device - d, inside, [part[on_device:] for part in parts])
 
-    @property
-    def rounded(self) -> bool:
-        """Whether rows have 8 bits."""
-        return len(self.pool.planes) > 1
-
     def runs(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
         """Yield a layer's rows of extents, in order, where the engine computes; they must not be written to.
 
@@ -278,9 +277,8 @@ class RowStorage:
         current stream; its allocator counts at most 2 x STAGED_EXTENTS at a time, unless the caller keeps them. Rows of 8 bits
         are widened to such copies on any device.
         """
-        rows = self.of_layer(layer)
-        pool, scales = rows.pool, rows.scales
-        there = scales is None and pool.device.type == self._device.type
+        pool, rounded = self.of_layer(layer).pool, self._form.rounded
+        there = not rounded and pool.device.type == self._device.type
         first = 0
         while first < len(extents):
             last = first + 1
@@ -290,15 +288,25 @@ class RowStorage:
                 yield pool[extents[first] : extents[last - 1] + 1]
             else:
                 last = min(first + STAGED_EXTENTS, len(extents))
-                staged = torch.empty((last - first, *pool.shape[1:]), dtype=self._dtype, device=self._device)
+                staged = torch.empty(
+                    (last - first, *pool.shape[1:]), dtype=self._form.engine_dtype, device=self._device
+                )
                 for target, extent in zip(staged, extents[first:last], strict=True):
-                    if scales is None:
-                        target.copy_(pool[extent], non_blocking=True)
+                    if rounded:
+                        widen_rows(*self._block(layer, extent), out=target)
                     else:
-                        own, steps = (part[extent].to(self._device, non_blocking=True) for part in (pool, scales))
-                        widen_rows(own, steps, out=target)
+                        target.copy_(pool[extent], non_blocking=True)
                 yield staged
             first = last
+
+    def _block(self, layer: int, extent: int) -> list[Tensor]:
+        """Return rows [G, 1024, 2, D] and scales of an extent on the device, in one copy: in host memory a plane has gaps."""
+        on_device = layer < self.layout.device_layers
+        blocks, number = (
+            (self._device_blocks, layer) if on_device else (self.pool.blocks, layer - self.layout.device_layers)
+        )
+        there = blocks[number, extent].to(self._device, non_blocking=True)
+        return [plane[0, 0] for plane in self._form.planes(there[None, None])]
 
     def blocks(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
         """Yield what `runs` yields extent by extent, each [G, 1024, 2, D]."""

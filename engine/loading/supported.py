@@ -57,9 +57,7 @@ def _check_reuse(config: EngineConfig) -> None:
 
 
 def _check_rows(config: EngineConfig) -> None:
-    if config.cache.row_dtype == "auto":
-        return
-    if not method_traits(config).rounded_rows:
+    if config.cache.row_dtype != "auto" and not method_traits(config).rounded_rows:
         others = [name for name in METHODS if get_method(name).traits().rounded_rows]
         raise ConfigError(
             f"cache.row_dtype = {config.cache.row_dtype!r}: must be 'auto' with method = {config.method!r}, whose index reads "

@@ -57,11 +57,8 @@ constexpr bool is_rounded = false;
 template <class T>
 constexpr bool is_rounded<Rounded<T>> = true;
 
-enum class Part {
-    BOTH,
-    WINDOW,
-    RETRIEVAL
-};  // of what a request attends to: rows that are rounded are none of the window
+// Of what a request attends to: rows that are rounded are none of the window.
+enum class Part { BOTH, WINDOW, RETRIEVAL };
 
 // Walks sink rows and ring rows (in two runs if they wrap), then selected rows one by one, or every row of the region:
 // all but single rows in runs that are contiguous in memory.
@@ -99,12 +96,13 @@ class RowCursor {
         int taken = 0;
         const auto add = [&](const T* row, const Bfloat16* scales) {
             rows[taken] = row;
-            if (is_rounded<T>) key_scales[taken] = to_float(scales[0]), value_scales[taken] = to_float(scales[1]);
+            if constexpr (is_rounded<T>)
+                key_scales[taken] = to_float(scales[0]), value_scales[taken] = to_float(scales[1]);
             taken++;
         };
         while (taken < limit && (run_ > 0 || start_run())) {
             const int64_t step = limit - taken < run_ ? limit - taken : run_;
-            for (int64_t i = 0; i < step; i++) add(next_ + i * row_, next_scales_ + 2 * i);
+            for (int64_t i = 0; i < step; i++) add(next_ + i * row_, is_rounded<T> ? next_scales_ + 2 * i : nullptr);
             advance(step);
         }
         if (entries_ == nullptr) return taken;
@@ -128,7 +126,7 @@ class RowCursor {
 
     void advance(int64_t step) {
         next_ += step * row_;
-        next_scales_ += 2 * step;
+        if constexpr (is_rounded<T>) next_scales_ += 2 * step;
         run_ -= step;
     }
 
