@@ -293,20 +293,21 @@ class RowStorage:
                 )
                 for target, extent in zip(staged, extents[first:last], strict=True):
                     if rounded:
-                        widen_rows(*self._block(layer, extent), out=target)
+                        own, scales = self._block(layer, extent)
+                        widen_rows(own, scales, out=target)
                     else:
                         target.copy_(pool[extent], non_blocking=True)
                 yield staged
             first = last
 
-    def _block(self, layer: int, extent: int) -> list[Tensor]:
+    def _block(self, layer: int, extent: int) -> tuple[Tensor, ...]:
         """Return rows [G, 1024, 2, D] and scales of an extent on the device, in one copy: in host memory a plane has gaps."""
         on_device = layer < self.layout.device_layers
         blocks, number = (
             (self._device_blocks, layer) if on_device else (self.pool.blocks, layer - self.layout.device_layers)
         )
         there = blocks[number, extent].to(self._device, non_blocking=True)
-        return [plane[0, 0] for plane in self._form.planes(there[None, None])]
+        return tuple(plane[0, 0] for plane in self._form.planes(there[None, None]))
 
     def blocks(self, layer: int, extents: Sequence[int]) -> Iterator[Tensor]:
         """Yield what `runs` yields extent by extent, each [G, 1024, 2, D]."""

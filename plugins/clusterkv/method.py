@@ -18,6 +18,7 @@ def traits(config: Config) -> Traits:
     return Traits(
         device_layers=config.dense_layers,  # `select` gives None there
         kept_steps=config.cache_steps,
+        rounded_rows=True,
         verifies_drafts=True,
         cache_defaults={"update": GENERATED_TOKENS, "sink": 16},
         codebooks=partial(rotation_codebook, config.seed if config.rerank_bits else None),

@@ -36,7 +36,7 @@ from kvseek.engine.speculation import Speculation
 from kvseek.plugins.registry import METHODS, method_traits
 
 LIMITS = ("--max_batch_size", "4", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
-ROUNDED = ("full", "nested", "pariskv")
+ROUNDED = ("full", "nested", "pariskv", "clusterkv", "flat")
 FORCED = tuple(i * 11 % 300 + 5 for i in range(40))
 
 

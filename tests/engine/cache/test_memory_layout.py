@@ -13,10 +13,19 @@ from hypothesis import given, settings
 
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
+from kvseek.core.extents import cut
 from kvseek.engine.cache import row_storage
 from kvseek.engine.cache.host_memory import available_bytes
-from kvseek.engine.cache.memory_layout import MemoryLayout, divide_memory, lay_out_rows, window_bytes
-from kvseek.engine.cache.row_storage import HostPool, RowForm
+from kvseek.engine.cache.memory_layout import (
+    MemoryLayout,
+    RowLayout,
+    divide_memory,
+    lay_out_rows,
+    layer_extent_bytes,
+    window_bytes,
+)
+from kvseek.engine.cache.row_storage import HostPool, RowForm, RowStorage
+from kvseek.kernels.reference.attention.rounded_rows import round_rows, widen_rows
 
 MODEL = ModelConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, 1 << 20)
 LAYER_EXTENT = 8 * 1024 * 2 * 128 * 2  # 4 MiB
@@ -232,6 +241,22 @@ def test_rows_arrive_where_kernels_look(layers: int, kv_heads: int, dtype: torch
         row = (ctypes.c_byte * size).from_address(pool.device_pointer + start + position * size)
         assert torch.equal(torch.frombuffer(row, dtype=plane.dtype).view(part.shape[3:]), part[-1, -1, 17])
         start += EXTENT_TOKENS * size  # scales lie behind the rows of an extent and KV head
+
+
+def test_rounded_rows_are_read_from_any_layer_as_they_were_written() -> None:
+    """Of layers on the device and of the pool, which take the bytes that the layout counts."""
+    cache = CacheConfig(row_dtype="int8")
+    model = dataclasses.replace(MODEL, num_layers=3, num_kv_heads=2, head_dim=40)
+    own = EngineConfig(model, "full", cache=cache, max_batch_size=1, max_seq_len=4096, max_input_len=4096)
+    layout = RowLayout(4, 1, 2, layer_extent_bytes(own, torch.bfloat16))
+    rows = RowStorage(own, torch.bfloat16, CPU, layout)
+    assert rows.pool.blocks.nbytes == layout.host_bytes
+    assert sum(plane.numel() * plane.element_size() for plane in rows.device_planes) == layout.device_bytes
+    written = torch.randn(3, 2, 2 * EXTENT_TOKENS, 2, 40).bfloat16()
+    rows.write(0, written, cut((3, 1), 0, 2 * EXTENT_TOKENS))
+    for layer in range(3):
+        expected = widen_rows(*round_rows(written[layer]), dtype=torch.bfloat16)
+        assert torch.equal(torch.cat(list(rows.blocks(layer, [3, 1])), dim=1), expected)
 
 
 def test_memory_that_the_system_needs_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
