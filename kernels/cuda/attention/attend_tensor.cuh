@@ -154,7 +154,7 @@ struct TensorWarp {
     template <class RowOf, class Keep>
     __device__ __forceinline__ void copy_rounded(const RowOf& row_of, const Keep& keep, Number* to) const {
         constexpr int EACH = 16, OF_ROW = ROW / EACH, TOTAL = ROWS * OF_ROW / 32;
-        constexpr int AT_ONCE = TOTAL % 8 == 0 ? 8 : TOTAL % 4 == 0 ? 4 : 2;
+        constexpr int AT_ONCE = TOTAL <= 8 ? TOTAL : TOTAL % 8 == 0 ? 8 : TOTAL % 7 == 0 ? 7 : TOTAL % 6 == 0 ? 6 : 5;
         static_assert(TOTAL % AT_ONCE == 0, "more would be written behind the tile");
 #pragma unroll
         for (int start = 0; start < TOTAL; start += AT_ONCE) {

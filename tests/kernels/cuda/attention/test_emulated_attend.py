@@ -8,7 +8,7 @@ from tests.gpu.kernels.attention import test_attend as on_gpu
 from tests.support.emulated_kernels import emulated_attention
 
 CPU = torch.device("cpu")
-SHAPES = [("bfloat16", 64, 3), ("float16", 32, 9)]
+SHAPES = [("bfloat16", 64, 3), ("bfloat16", 96, 3), ("float16", 32, 9)]
 
 
 @pytest.mark.parametrize(("dtype", "dim", "group", "rounded"), on_gpu.with_rounded(SHAPES))
