@@ -437,8 +437,8 @@ class CacheConfig:
     kv_cache_device_memory_bytes: int | None = None
     reuse: bool | None = None
     reuse_host_bytes: int | None = None
-    cached_prefill: str = "dense"
     row_dtype: str = "auto"
+    cached_prefill: str = "dense"
     reuse_state_tokens: int = 8192
     reuse_state_bytes: int = 4 << 30
 

@@ -155,7 +155,7 @@ class Engine:
     Attributes
     ----------
     make_drafter : callable
-        Makes the drafter of a request, in any thread.
+        Makes the drafter of a request that begins.
     step_costs : StepCosts
         What steps have taken by their number of rows.
     on_step : callable or None
@@ -354,11 +354,7 @@ class Engine:
         asked = request.sampling.return_selected_rows
         most = len(request.prompt_ids) + request.max_tokens
         report = None if asked is None else asked.fitted(self.config, most)
-        drafts = self._speculation is not None and request.speculate and report is None and request.max_tokens > 1
-        drafter = self.make_drafter(request) if drafts else None
-        return RequestSequence(
-            request_id, request, sampler, statistics, scores=scores, row_report=report, drafter=drafter
-        )
+        return RequestSequence(request_id, request, sampler, statistics, scores=scores, row_report=report)
 
     def enqueue(self, sequence: RequestSequence, whole: bool = False) -> None:
         """Put a prepared request into the queue; raises QueueFullError. Safe from any thread.
@@ -501,6 +497,8 @@ class Engine:
         while (sequence := self._scheduler.admit()) is not None:
             try:
                 self._scheduler.open(sequence)
+                if sequence.drafter is None and self._may_draft(sequence):
+                    sequence.drafter = self.make_drafter(sequence.request)
                 if sequence.resumes:
                     self.decoder.resume(sequence.slot)
                     self._scheduler.resumed(sequence)
@@ -618,20 +616,24 @@ class Engine:
         left = min([s.request.max_tokens - s.sampler.number for s in requests.sequences])
         return min(most, left, min([self._cache.alike_steps(slot) for slot in requests.slots]))
 
+    def _may_draft(self, sequence: RequestSequence) -> bool:
+        """Whether steps may verify drafts of a request."""
+        request = sequence.request
+        wanted = request.speculate and sequence.row_report is None and request.max_tokens > 1
+        return self._speculation is not None and wanted
+
     def _draft(self, sequences: list[RequestSequence]) -> list[list[int]]:
         """Guess the next tokens of requests, as many of each as are worth a step's time; engine/speculation.py says how."""
         if self._speculation is None or self.decoder.most_rows <= len(sequences):
             return []
-        rooms = list[int]()
+        chances = list[list[float]]()
         for sequence in sequences:
             left, room = sequence.request.max_tokens - sequence.sampler.number, self._cache.room_in_ring(sequence.slot)
             most = min(self._speculation.num_speculative_tokens, left - 1, room - 1)
-            rooms.append(0 if sequence.drafter is None or sequence.replay else most)
-        chances = list[list[float]]()
-        for sequence, room in zip(sequences, rooms, strict=True):
-            if sequence.drafter is not None:
-                sequence.drafter.follow(sequence.generated)
-            chances.append(sequence.drafter.chances(room) if sequence.drafter is not None and room > 0 else [])
+            drafter = None if sequence.replay or most < 1 else sequence.drafter
+            if drafter is not None:
+                drafter.follow(sequence.generated)
+            chances.append([] if drafter is None else drafter.chances(most))
         counts = self.step_costs.choose(chances, self.decoder.most_rows)
         each = zip(sequences, counts, strict=True)
         return [s.drafter.draft(count) if s.drafter is not None and count else [] for s, count in each]
@@ -736,7 +738,7 @@ class Engine:
         begun = max(begun, self._collected_at)
         self._reader.note_step(work, begun, steps)
         self._collected_at = time.perf_counter()
-        if not work.units:
+        if self._speculation is not None and not work.units:
             self.step_costs.record(rows, (self._collected_at - begun) / steps)
 
     def _take_unseen(

@@ -55,7 +55,7 @@ class Cache:
     ----------
     window : Tensor [layers, slots, G, window, 2, D], on the engine's device
         Window rows, each a key and a value, of the layers that have rows (ModelConfig.row_layers), which are numbered from 0 in
-        all of the cache. There are max_batch_size slots; an engine on a GPU has one more.
+        all of the cache. There are max_batch_size slots; an engine on a GPU has one more. `windows` are those of each layer.
     rows : RowStorage
         Rows of the retrieval regions.
     extents : ExtentTable
@@ -83,6 +83,7 @@ class Cache:
         max_extents = extents_for(max(0, config.max_seq_len - self.config.sink))
         self.extents = ExtentTable(slots, max_extents, rows.layout.capacity, device)
         self.window = _windows(config, slots, dtype, device)
+        self.windows = self.window.unbind()
         self.states = None if config.model.delta_net is None else States(config, dtype, device)
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
         self.tokens, self.lengths = [0] * slots, [0] * slots

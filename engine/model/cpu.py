@@ -441,7 +441,6 @@ class HostDecoder(Decoder):
             logits = self.model.run_layers(requests.batch, requests.attend)
         return logits, attended, dict if recorder is None else recorder.begin()
 
-    @torch.inference_mode()
     def _draw_rows(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[Sampler | None]) -> list[Drawn | int]:
         """Draw a token from each of these rows of the logits; without a sampler the one of the largest logit."""
         numbers, drawing = sampled(samplers)
@@ -459,7 +458,7 @@ class HostDecoder(Decoder):
     def verify(self, tokens: Sequence[int], slots: Sequence[int], wanted: Wanted = NOBODY) -> Verification:
         """See Decoder. The step has ended when this returns."""
         logits, attended, selected = self._step(tokens, slots, wanted)
-        return Verification(attended, partial(self._draw_rows, logits), selected)
+        return Verification(attended, torch.inference_mode()(partial(self._draw_rows, logits)), selected)
 
     def draw(self, logits: Tensor, samplers: Sequence[Sampler]) -> list[Drawn | int]:
         return draw_once(self._draws, logits, range(len(samplers)), samplers)

@@ -439,7 +439,7 @@ class WeightsModel(LayerwiseModel[Stream]):
         """
         cache = self.retrieval.cache
         delta: Tensor | None = None
-        windows, states = enumerate(cache.window.unbind()), iter(cache.states.layers if cache.states else ())
+        windows, states = enumerate(cache.windows), iter(cache.states.layers if cache.states else ())
         for layer in self.layers:
             if layer.delta_net is not None:
                 delta = layer.decode_state(self.ops, batch, x, delta, next(states), mark)

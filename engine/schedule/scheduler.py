@@ -378,8 +378,8 @@ class Scheduler:
         self._prefixes.close(sequence.slot, tokens, request.cache_salt, request.session)
         if sequence.ends_session and request.session is not None:
             self._prefixes.end_session(request.cache_salt, request.session.id)
-        if sequence.finished:  # whoever keeps the sequence must not keep the device's memory
-            sequence.sampler.prepared = None
+        if sequence.finished:  # whoever keeps the sequence must not keep the memory of these
+            sequence.sampler.prepared = sequence.drafter = None
         self._free_slots.append(sequence.slot)
         self._head_waits = False  # the next `admit` finds out
 

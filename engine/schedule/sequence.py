@@ -100,7 +100,7 @@ class RequestSequence:
     scores: PromptScores | None = None  # of a request that asks for log probabilities or logits of its prompt
     ends_session: bool = False  # the client has ended its session, so that what the request leaves goes with it
     row_report: RowReport | None = None  # fitted to the request
-    drafter: Drafter | None = None  # of a request whose steps may verify drafts
+    drafter: Drafter | None = None  # of a request that has begun, and whose steps may verify drafts
     prefix: Prefix | None = None  # found at admission, until the slot is open
     resumes: bool = False  # of `prefix`: it has all rows of the prompt, so that nothing is read
     reserved_tokens: int = 0  # to which its extents let it grow, since its last admission

@@ -10,9 +10,20 @@ import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.leading.test_ranks import check_equal
-from tests.engine.test_preemption import Told, ask
+from tests.engine.test_preemption import REQUESTS, Told, ask
+from tests.engine.test_prefix_reuse import HYBRID_SHAPE
+from tests.engine.test_speculation import Make, answers, drafts_of
 from tests.plugins.cases import CASES, method_flags
-from tests.support.long_prompts import DOCUMENT, HEADS, SHAPE, SINK, WINDOW, Load, ask_logits, load_changed
+from tests.support.long_prompts import (
+    DOCUMENT,
+    HEADS,
+    SHAPE,
+    SINK,
+    WINDOW,
+    Load,
+    ask_logits,
+    load_changed,
+)
 from torch import Tensor
 
 from kvseek.core.config import CacheConfig, read_config
@@ -21,6 +32,7 @@ from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.engine import Engine
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk
 from kvseek.engine.loading.supported import check_supported
+from kvseek.engine.speculation import Speculation
 from kvseek.plugins.registry import METHODS, method_traits
 
 LIMITS = ("--max_batch_size", "4", "--max_seq_len", "3200", "--prefill_chunk_tokens", "512")
@@ -120,6 +132,27 @@ def test_two_ranks_have_the_tokens_of_one(random_model: RandomModel, build_engin
     flags = ("--max_batch_size", "3", "--max_seq_len", "1600", "--prefill_chunk_tokens", "200", *WINDOW)
     flags = (*flags, "--cache.row_dtype", "int8", *method_flags("nested", CASES["nested"].sparse))
     check_equal(build_engine(model, "nested", *flags), build_engine(model, "nested", *flags, "--tp_size", "2"))
+
+
+def test_a_hybrid_rounds_the_rows_of_its_layers_that_have_some(
+    random_model: RandomModel, build_engine: BuildEngine
+) -> None:
+    model = random_model("qwen3_next", **HYBRID_SHAPE, **HEADS)
+    directory = build_engine(model, "full", *WINDOW, *LIMITS, "--dtype", "bfloat16")
+    request = Request(DOCUMENT, len(FORCED), SamplingConfig(forced_tokens=FORCED, return_generation_logits=True))
+    told = [ask(load_changed(directory, {"row_dtype": one}), [request])[0][0] for one in ("auto", "int8")]
+    exact, rounded = (logits_of(one) for one in told)
+    assert not torch.equal(exact, rounded)
+    assert near(rounded, exact, 0.05)
+
+
+@pytest.mark.parametrize("method", ROUNDED)
+def test_drafts_change_no_answer(method: str, model: Path, build_engine: BuildEngine) -> None:
+    make, flags = Make(model, build_engine), ("--cache.row_dtype", "int8")
+    plain, engine = make(method, 40, None, *flags), make(method, 40, Speculation(), *flags)
+    expected = answers(plain, REQUESTS)
+    engine.make_drafter = drafts_of(REQUESTS, expected, 0.7)
+    assert answers(engine, REQUESTS) == expected
 
 
 def test_what_knows_no_such_rows_refuses_them_by_name(model: Path, build_engine: BuildEngine, tmp_path: Path) -> None:

@@ -178,14 +178,23 @@ def test_two_ranks_verify(make: Make) -> None:
 
 
 def test_who_asks_for_none_has_none_drafted(make: Make) -> None:
-    engine = make("full", 40, Speculation())
-    plain = make("full")
-    request = replace(REQUESTS[0], speculate=False)
-    reported = replace(REQUESTS[0], sampling=SamplingConfig(return_selected_rows=RowReport()))
-    for one in (request, reported):
-        assert engine.prepare(one).drafter is None
-    assert engine.prepare(REQUESTS[0]).drafter is not None
-    assert plain.prepare(REQUESTS[0]).drafter is None
+    """And whoever waits or has ended keeps no drafter."""
+    plain, engine = make("full"), make("full", 40, Speculation())
+    request = replace(REQUESTS[0], max_tokens=3)
+    reported = replace(request, sampling=SamplingConfig(return_selected_rows=RowReport()))
+    for asked, own, drafts in (
+        (plain, request, False),
+        (engine, replace(request, speculate=False), False),
+        (engine, reported, False),
+        (engine, request, True),
+    ):
+        sequence = asked.prepare(own)
+        asked.enqueue(sequence)
+        assert sequence.drafter is None
+        asked.step()
+        assert (sequence.drafter is not None) == drafts
+        run_to_end(asked)
+        assert sequence.drafter is None
 
 
 def test_the_ngram_drafter_quotes() -> None:

@@ -23,12 +23,14 @@ def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     A row with a number that is not finite gets a scale that is not finite, and so stays without meaning.
     """
-    most = torch.linalg.vector_norm(rows, ord=torch.inf, dim=-1, dtype=torch.float32)
+    numbers = rows.to(torch.float32, copy=True)
+    # On the CPU a norm of infinite order takes 20 times as long.
+    most = torch.maximum(numbers.amax(dim=-1), -numbers.amin(dim=-1))
     scales = (most / LARGEST).to(SCALE_DTYPE)
     bits = scales.view(torch.int16)
     bits -= ((bits & SIGNIFICAND) == ONE_AND_A_HALF).to(torch.int16)
     steps = scales.float()
-    numbers = rows / steps.where(steps > 0, 1.0)[..., None]  # float32 for rows of every dtype
+    numbers /= steps.where(steps > 0, 1.0)[..., None]
     return numbers.round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales
 
 
