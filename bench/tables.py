@@ -217,11 +217,26 @@ def weights(results: Results) -> Rows:
         yield (words, *("".join(found) for found in row))
 
 
-def mixtures(results: Results) -> Rows:
-    """A step of a mixture of experts; rows of methods that retrieve lie in host memory."""
-    yield ("", "a step, ms")
-    for entry in one(results("moe-h200")["phases"], offload="always")["cells"][0]["results"]:
-        yield (f"`{entry['method']}`", with_ratio(entry))
+def other_shapes(results: Results) -> Rows:
+    """A step of one request of 131,072 tokens of other shapes than that of most tables."""
+    yield ("shape", "method", "rows", "a step, ms")
+    for name, offload in (("moe-h200", "always"), ("decode-72b-int4-h200", "never")):
+        document = results(name)
+        for entry in one(document["phases"], offload=offload)["cells"][0]["results"]:
+            where = "host" if entry["host_layers"] else "GPU"
+            time = milliseconds(entry["step_seconds"]["median"]) if entry["to_baseline"] == 1 else with_ratio(entry)
+            yield (f"`{document['shape']}`", f"`{entry['method']}`", where, time)
+
+
+def speculation(results: Results) -> Rows:
+    """Time per token of a request whose drafts are right so often."""
+    yield ("a drafted token is right", "ms a token", "× without drafts")
+    for entry in results("speculation-h200")["results"]:
+        yield (
+            "no drafts" if entry["speculation"] == "none" else f"{float(entry['speculation']):.0%}",
+            milliseconds(entry["tpot_seconds"]),
+            f"{entry['to_none']:.2f}",
+        )
 
 
 def conversation(results: Results) -> Rows:
@@ -813,7 +828,8 @@ TABLES: Mapping[str, Callable[[Results], Rows]] = {  # by their names in the doc
     "long contexts": long_contexts,
     "throughput": throughput,
     "weights": weights,
-    "mixtures": mixtures,
+    "other shapes": other_shapes,
+    "speculation": speculation,
     "a conversation": conversation,
     "evictions": evictions,
     "selections": selections,

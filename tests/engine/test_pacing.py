@@ -122,6 +122,7 @@ class Server:
         prefixes: Any = SimpleNamespace(
             cache=cache,
             find_more=lambda *prompt: None,
+            begin_states=lambda slot, tokens: None,
             loads=lambda slot: False,
             load=lambda *prompt, **wait: True,
             share=lambda *prompt: None,
