@@ -37,5 +37,5 @@ def exact_top_k(queries: Tensor, keys: Tensor, top_k: int, scaling: float) -> Te
     return best_positions(softmax_mean(scores, scaling), top_k)
 
 
-traits = partial(peer_traits, verifies_drafts=True)
+traits = partial(peer_traits, verifies_drafts=True, rounded_rows=True)
 create = FlatIndex

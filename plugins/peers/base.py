@@ -305,6 +305,4 @@ def all_queries(tokens: int) -> int:
 
 def peer_traits(config: Any, **own: Any) -> Traits:
     """Return the traits of a method whose entries are made from the keys alone; `own` overrides them."""
-    return Traits(
-        **{"prefix_reuse": "entries", "rounded_rows": True, "device_layers": getattr(config, "dense_layers", 0), **own}
-    )
+    return Traits(**{"prefix_reuse": "entries", "device_layers": getattr(config, "dense_layers", 0), **own})
