@@ -229,7 +229,8 @@ __device__ __forceinline__ void load_pieces(Eight<Number> (&to)[NORM_PIECES], co
 
 // Store out = values / rms(values) * weight of a row that the thread block has loaded.
 __device__ __forceinline__ void store_normed(Number* out, float (&values)[NORM_PIECES][8],
-                                             const Eight<Number> (&weight)[NORM_PIECES], int pieces, float epsilon, float centre) {
+                                             const Eight<Number> (&weight)[NORM_PIECES], int pieces, float epsilon,
+                                             float centre) {
     float squares = 0.0f;
 #pragma unroll
     for (int p = 0; p < NORM_PIECES; ++p)
@@ -317,7 +318,8 @@ __device__ __forceinline__ void receive_part(Eight<Number>& part, const unsigned
     } while (!here && stopped == 0);
 }
 
-// x += the sum of all ranks' parts, in the order of the ranks; out = x / rms(x) * (weight + centre). One thread block a row.
+// x += the sum of all ranks' parts, in the order of the ranks; out = x / rms(x) * (weight + centre). One thread block a
+// row.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     kvseek_sum_add_rms_norm(const __grid_constant__ kvseek::SumAddRmsNormArguments a) {
     const long long row = static_cast<long long>(blockIdx.x) * a.hidden;
