@@ -95,6 +95,12 @@ QWEN3_30B_A3B = dataclasses.replace(
     experts=ExpertsConfig(num_experts=128, num_experts_per_tok=8, intermediate_size=768, norm_topk_prob=True),
 )
 
+
+def _three_of_four(layers: int, value_heads: int) -> DeltaNetConfig:
+    """The states of three in four layers of the Qwens here, which share all sizes but the heads of values."""
+    return DeltaNetConfig(tuple(n for n in range(layers) if n % 4 < 3), 16, value_heads, 128, 128, 4)
+
+
 # Source: config.json of Qwen/Qwen3-Next-80B-A3B-Instruct.
 QWEN3_NEXT_80B_A3B = ModelConfig(
     architecture="qwen3_next",
@@ -113,7 +119,7 @@ QWEN3_NEXT_80B_A3B = ModelConfig(
     rotary_dim=64,
     gated_attention=True,
     centred_norms=True,
-    delta_net=DeltaNetConfig(tuple(n for n in range(48) if n % 4 < 3), 16, 32, 128, 128, 4),
+    delta_net=_three_of_four(48, value_heads=32),
 )
 
 # Source: text_config in config.json of Qwen/Qwen3.5-27B.
@@ -127,7 +133,7 @@ QWEN3_5_27B = dataclasses.replace(
     num_heads=24,
     num_kv_heads=4,
     experts=None,
-    delta_net=DeltaNetConfig(tuple(n for n in range(64) if n % 4 < 3), 16, 48, 128, 128, 4),
+    delta_net=_three_of_four(64, value_heads=48),
 )
 
 # Source: text_config in config.json of Qwen/Qwen3.5-35B-A3B.
@@ -138,7 +144,7 @@ QWEN3_5_35B_A3B = dataclasses.replace(
     intermediate_size=512,
     num_layers=40,
     experts=ExpertsConfig(256, 8, 512, norm_topk_prob=True, shared_intermediate_size=512),
-    delta_net=DeltaNetConfig(tuple(n for n in range(40) if n % 4 < 3), 16, 32, 128, 128, 4),
+    delta_net=_three_of_four(40, value_heads=32),
 )
 
 SHAPES = {
