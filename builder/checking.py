@@ -408,6 +408,9 @@ def hugging_face_config(model: ModelConfig) -> Any:
             "linear_attention" if model.has_state(layer) else "full_attention" for layer in range(model.num_layers)
         ]
         mixture |= {"layer_types": kinds, **{key: getattr(states, name) for name, key in DELTA_KEYS.items()}}
+    if model.window_layers:
+        kinds = [f"{'sliding' if model.has_window(n) else 'full'}_attention" for n in range(model.num_layers)]
+        mixture |= {"layer_types": kinds, "sliding_window": model.sliding_window, "use_sliding_window": True}
     same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "max_position_embeddings")
     biases = {"attention_bias": model.output_bias} | ({"mlp_bias": True} if model.mlp_bias else {})
     rope: dict[str, Any] = {"rope_type": "default"}

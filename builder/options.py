@@ -80,7 +80,7 @@ class EngineOptions:
         method = get_method(self.method)
         fields, cache = method.preset(self.preset)
         settings = method.configure(fields | self.method_config)
-        reach = min(model.max_position_embeddings, model.sliding_window or MOST_POSITIONS)
+        reach = min(model.max_position_embeddings, model.whole_window or MOST_POSITIONS)
         if self.choices["runtime"] == "tensorrt":
             reach = min(reach, model.short_reach)
         limits: dict[str, Any] = {"max_seq_len": min(reach, DEFAULT_MAX_SEQ_LEN), **self.limits}

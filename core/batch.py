@@ -23,6 +23,7 @@ REQUEST_FIELDS = 16
 # Batch sizes for which a GPU has captured steps; units.cuh counts up to the largest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 METHOD_FIELDS = 6  # fields of a request that are the method's own
+MOST_DRAFTED = 7  # tokens behind a request's latest one in a step (engine/speculation.py): eight rows are a small batch
 LATEST = -1  # in place of a token: the one that the step before drew, which the host need not know yet
 
 
@@ -149,6 +150,20 @@ class Batch:
     def lengths(self) -> list[int]:
         """Retrieval tokens of each request."""
         return self._listed("length")
+
+    def in_rings(self, window: int, rows: int) -> Batch:
+        """Make the batch of the same requests over rings alone, in which position p has row p mod `rows`.
+
+        Each request attends to its latest `window` tokens, densely. No number is read back from a GPU.
+        """
+        requests, position = self.requests.clone(), self.requests[:, COLUMNS["position"]]
+        first = (position + 1 - window).clamp(min=0)
+        places = {"write_row": position % rows, "ring_first": first % rows, "ring_rows": position + 1 - first}
+        for name, numbers in places.items():
+            requests[:, COLUMNS[name]] = numbers
+        for name, number in (("sink_rows", 0), ("length", 0), ("dense", 1)):
+            requests[:, COLUMNS[name]] = number
+        return Batch(requests, self.table, self.latest)
 
     def subset(self, requests: Sequence[int]) -> Batch:
         """Make the batch of some of the requests, given by their numbers in this batch."""

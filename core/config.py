@@ -238,7 +238,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     sliding_window: int | None = None
-    """Tokens that the model's attention reaches back, itself included; None: all."""
+    """Tokens that attention with a window reaches back, itself included; None: no layer has one."""
+    window_layers: tuple[int, ...] = ()
+    """Layers with this window, ascending, which keep rows of so many tokens; none: all have it, and max_seq_len is within it."""
     experts: ExpertsConfig | None = None
     """None: every layer has one MLP, of intermediate_size."""
     rotary_dim: int | None = None
@@ -276,8 +278,7 @@ class ModelConfig:
         require(divides, "num_kv_heads", self.num_kv_heads, limit, CHECK_CONFIG)
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even", "RoPE rotates pairs of channels")
         self._check_scaling()
-        window = self.sliding_window
-        require(window is None or window > 0, "sliding_window", window, "> 0 or null", CHECK_CONFIG)
+        self._check_windows()
         _require_positive("rms_norm_eps", self.rms_norm_eps)
         finite = 1 < self.rope_theta < math.inf
         require(finite, "rope_theta", self.rope_theta, "finite and > 1", CHECK_CONFIG)
@@ -301,6 +302,16 @@ class ModelConfig:
         limit = f"ascending, of layers 0 to {self.num_layers - 1}, and not all of these"
         remedy = "a layer that attends is needed: use another checkpoint"
         require(fits, "delta_net.layers", numbers, limit, remedy)
+
+    def _check_windows(self) -> None:
+        """Refuse windows of no size, and of layers that are not there, have a state, or leave none without a window."""
+        window, numbers = self.sliding_window, self.window_layers
+        require(window is None or window > 0, "sliding_window", window, "> 0 or null", CHECK_CONFIG)
+        fits = not numbers or (window is not None and self.delta_net is None)
+        require(fits, "window_layers", numbers, "left out without sliding_window, or with states", CHECK_CONFIG)
+        fits = sorted(set(numbers)) == list(numbers) and set(numbers) < set(range(self.num_layers))
+        limit = f"ascending, of layers 0 to {self.num_layers - 1}, and not all of these"
+        require(fits, "window_layers", numbers, limit, "leave them out if all layers have a window")
 
     def _check_scaling(self) -> None:
         """Refuse a scaling that does not fit the heads."""
@@ -344,10 +355,27 @@ class ModelConfig:
         """Whether a layer keeps a state instead of rows."""
         return self.delta_net is not None and layer in self.delta_net.layers
 
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer attends to the latest tokens alone, and keeps no others' rows."""
+        return layer in self.window_layers
+
     @property
     def row_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that attend and have rows. Cache, indexes and attention number these alone, from 0."""
-        return tuple(layer for layer in range(self.num_layers) if not self.has_state(layer))
+        """Numbers of the layers that attend to all tokens. Cache, indexes and attention number these alone, from 0."""
+        without = self.window_layers if self.delta_net is None else self.delta_net.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in without)
+
+    @property
+    def whole_window(self) -> int | None:
+        """The window of all layers, within which all of them have rows; None: some layer has none."""
+        return None if self.window_layers else self.sliding_window
+
+    @property
+    def without_rows(self) -> str | None:
+        """What the layers are called that have something of one size instead of rows; None: there are no such layers."""
+        if self.delta_net is not None:
+            return "Gated DeltaNet layers"
+        return "sliding windows" if self.window_layers else None
 
     def first_layers(self, count: int) -> ModelConfig:
         """Return the model of the first layers, of which one must attend."""
@@ -356,13 +384,17 @@ class ModelConfig:
             states = dataclasses.replace(states, layers=tuple(layer for layer in states.layers if layer < count))
         if experts is not None:
             experts = dataclasses.replace(experts, dense_layers=tuple(n for n in experts.dense_layers if n < count))
-        return dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts)
+        windows = tuple(layer for layer in self.window_layers if layer < count)
+        window = self.sliding_window if windows or not self.window_layers else None
+        own = dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts)
+        return dataclasses.replace(own, sliding_window=window, window_layers=windows)
 
     def with_row_layers(self, count: int) -> ModelConfig:
         """Return a model of so many layers, which all have rows: what is kept of rows is the same for both."""
         own = "qwen3" if self.delta_net is not None else self.architecture
         experts = self.experts if own == self.architecture else None
-        return dataclasses.replace(self, architecture=own, num_layers=count, experts=experts, delta_net=None)
+        plain = dataclasses.replace(self, delta_net=None, architecture=own, experts=experts)
+        return dataclasses.replace(plain, num_layers=count, sliding_window=None, window_layers=())
 
     @property
     def mlp_sizes(self) -> dict[str, int]:
@@ -618,9 +650,9 @@ class EngineConfig:
         require(fits, "max_seq_len", self.max_seq_len, limit, self._why_no_further())
         self._check_experts()
         self._check_states()
-        window = self.model.sliding_window
+        window = self.model.whole_window
         within = window is None or self.max_seq_len <= window
-        remedy = f"attention here has no sliding window: build with --max_seq_len {window}, or use another checkpoint"
+        remedy = f"all layers have a sliding window: build with --max_seq_len {window}, or use another checkpoint"
         require(within, "max_seq_len", self.max_seq_len, f"<= sliding_window = {window}", remedy)
         short = self.model.short_reach
         within = self.runtime == "torch" or self.max_seq_len <= short
@@ -641,19 +673,20 @@ class EngineConfig:
 
     def _check_states(self) -> None:
         """Refuse what layers with states are not computed with."""
-        if self.model.delta_net is None:
+        layers = self.model.without_rows
+        if layers is None:
             for name in ("reuse_state_tokens", "reuse_state_bytes"):
                 value, usual = getattr(self.cache, name), getattr(CacheConfig, name)
                 limit = f"left out with architecture = {self.model.architecture!r}"
                 require(value == usual, f"cache.{name}", value, limit, "no layer keeps a state")
             return
-        limit = "'torch' with Gated DeltaNet layers"
+        limit = f"'torch' with {layers}"
         require(self.runtime == "torch", "runtime", self.runtime, limit, "plans have no such: leave --runtime out")
-        value, remedy = self.cache.cached_prefill, "their states follow a prompt's blocks: leave it out"
-        require(value == "dense", "cache.cached_prefill", value, "'dense' with Gated DeltaNet layers", remedy)
+        value, remedy = self.cache.cached_prefill, "what they keep follows a prompt's blocks: leave it out"
+        require(value == "dense", "cache.cached_prefill", value, f"'dense' with {layers}", remedy)
         fits, limit = (
             self.tp_size == 1 or not self.cache.reuse,
-            "false, or left out, with Gated DeltaNet layers and tp_size > 1",
+            f"false, or left out, with {layers} and tp_size > 1",
         )
         require(fits, "cache.reuse", self.cache.reuse, limit, "ranks keep no states for later requests: leave it out")
 

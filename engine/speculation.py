@@ -30,13 +30,13 @@ from typing import Protocol
 
 import numpy as np
 
+from kvseek.core.batch import MOST_DRAFTED
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, require
 from kvseek.engine.cache.prefix import shares_extents
 from kvseek.plugins.registry import METHODS, get_method, method_traits
 
 METHOD = "ngram"
-MOST_DRAFTED = 7  # tokens of a draft: eight rows of a request are a small batch
 NGRAMS = (4, 3, 2)  # tokens that have to agree with an earlier place, the most first: the longest match wins
 FACTORS = (0x2545F491, 0x1B873593, 0x5BD1E995, 0x38B34AE5)  # odd numbers, of the sum that places an n-gram in its table
 SPARE_PLACES = 4096  # of a table, for the output

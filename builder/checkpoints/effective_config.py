@@ -147,13 +147,23 @@ def effective_values(config: Any) -> dict[str, Any]:
         "output_bias": kind in HAVE_OUTPUT_BIAS and biased,
         "mlp_bias": kind == "llama" and bool(config.mlp_bias),
         "qk_norm": kind in QK_NORM,
-        "sliding_window": getattr(config, "sliding_window", None) or None,
+        **_windows(config, own),
         "experts": _experts(config, kind) if getattr(config, "num_experts", 0) else None,
         "gated_attention": own in HYBRIDS,
         "centred_norms": own in HYBRIDS,
         "delta_net": _delta_net(config) if kind in HYBRIDS else None,
         "rotary_dim": _rotary_dim(config) if kind in HYBRIDS else None,
     }
+
+
+def _windows(config: Any, architecture: str) -> dict[str, Any]:
+    """Return the window, and the layers that have it unless all have."""
+    window = getattr(config, "sliding_window", None) or None
+    if window is None or architecture not in ("qwen2", "qwen3"):
+        return {"sliding_window": window, "window_layers": ()}
+    layers = tuple(layer for layer, kind in enumerate(config.layer_types) if kind == "sliding_attention")
+    whole = len(layers) == config.num_hidden_layers
+    return {"sliding_window": window if layers else None, "window_layers": () if whole else layers}
 
 
 def _experts(config: Any, kind: str) -> ExpertsConfig:

@@ -30,6 +30,7 @@ SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
 HYBRID_ROTARY_FACTOR = 0.25  # transformers' default for hybrids
 FULL_ATTENTION_INTERVAL = 4  # likewise: every fourth layer attends
 KINDS = {"linear_attention": True, "full_attention": False}  # of layer_types: whether a layer keeps a state
+QWEN_WINDOW, QWEN_FULL_LAYERS = 4096, 28  # transformers' defaults of sliding_window and max_window_layers
 DELTA_KEYS = {
     "num_key_heads": "linear_num_key_heads",
     "num_value_heads": "linear_num_value_heads",
@@ -109,7 +110,7 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
             "bos_token_id": values.get("bos_token_id"),
             "eos_token_ids": list(dict.fromkeys([*eos_token_ids, *token_ids(values.get("eos_token_id"))])),
             "pad_token_id": None if values.get("pad_token_id") == NO_PADDING else values.get("pad_token_id"),
-            "sliding_window": _sliding_window(values),
+            **_windows(values, layers),
             "experts": experts,
             "gated_attention": hybrid,
             "centred_norms": hybrid,
@@ -226,21 +227,36 @@ def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
         require(values.get(name) is None, name, values.get(name), limit, USE_ANOTHER)
     gated = values.get("attn_output_gate")
     require(not gated, "attn_output_gate", gated, "false or absent", USE_ANOTHER)
-    kinds = values.get("layer_types")
+    kinds, slides = values.get("layer_types"), values.get("use_sliding_window") is True
     require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK_CONFIG)
-    kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind != "full_attention"]
-    require(not kinds, "layer_types", kinds, "'full_attention' in every layer", USE_ANOTHER)
+    known = ("full_attention", "sliding_attention")[: 1 + slides]
+    kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind not in known]
+    limit = "'full_attention' in every layer" + ", or 'sliding_attention'" * slides
+    require(not kinds, "layer_types", kinds, limit, USE_ANOTHER)
 
 
-def _sliding_window(values: dict[str, Any]) -> int | None:
-    """Read Mistral's window; Qwen's configurations also state a window, which use_sliding_window = false puts out of use."""
-    architecture = values["architectures"][0]
-    window = values.get("sliding_window", DEFAULT_MISTRAL_WINDOW if architecture == "MistralForCausalLM" else None)
-    if window is None or architecture.startswith("Qwen"):
-        return None
-    # Llama has no window, but transformers' cache would cut the rows of a Llama whose config.json states one.
-    require(architecture != "LlamaForCausalLM", "sliding_window", window, "null or absent", USE_ANOTHER)
-    return _integer({"sliding_window": window}, "sliding_window")
+def _windows(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Read sliding_window and window_layers: of Mistral, or of a Qwen with use_sliding_window."""
+    name, kinds, slides = values["architectures"][0], values.get("layer_types"), "use_sliding_window"
+    has_kinds, mistral = ARCHITECTURES[name] in ("qwen2", "qwen3"), name == "MistralForCausalLM"
+    used = _boolean(values, slides)
+    require(has_kinds or not used, slides, used, f"false, or absent, with architectures = {name!r}", USE_ANOTHER)
+    window = values.get("sliding_window", QWEN_WINDOW if has_kinds else DEFAULT_MISTRAL_WINDOW if mistral else None)
+    if name == "LlamaForCausalLM":
+        # Llama has no window, but transformers' cache would cut the rows of a Llama whose config.json states one.
+        require(window is None, "sliding_window", window, "null or absent", USE_ANOTHER)
+    if mistral and window is not None:
+        return {"sliding_window": _integer({"sliding_window": window}, "sliding_window")}
+    if not used or window is None:
+        return {}
+    border = values.get("max_window_layers", QWEN_FULL_LAYERS)
+    whole = isinstance(border, int) and not isinstance(border, bool) and border >= 0
+    require(whole, "max_window_layers", border, "an integer >= 0", CHECK_CONFIG)
+    kinds = kinds or ["sliding_attention" if layer >= border else "full_attention" for layer in range(layers)]
+    require(len(kinds) == layers, "layer_types", kinds, f"a list of {layers}", CHECK_CONFIG)
+    numbers = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    own = _integer({"sliding_window": window}, "sliding_window")
+    return {"sliding_window": own, "window_layers": numbers if len(numbers) < layers else []} if numbers else {}
 
 
 def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:

@@ -440,9 +440,16 @@ class WeightsModel(LayerwiseModel[Stream]):
         cache = self.retrieval.cache
         delta: Tensor | None = None
         windows, states = enumerate(cache.windows), iter(cache.states.layers if cache.states else ())
-        for layer in self.layers:
+        rings = enumerate(cache.states.rings if cache.states else ())
+        latest = self.retrieval.in_rings(batch)
+        for place, layer in enumerate(self.layers):
             if layer.delta_net is not None:
                 delta = layer.decode_state(self.ops, batch, x, delta, next(states), mark)
+                continue
+            if self.model.has_window(place):
+                number, ring = next(rings)
+                attend_latest = partial(self.retrieval.attend_latest, number, batch=latest)
+                delta = layer.decode(self.ops, latest, x, delta, rotation, ring, attend_latest, mark)
                 continue
             number, window = next(windows)
             delta = layer.decode(self.ops, batch, x, delta, rotation, window, partial(attend, number), mark)

@@ -379,11 +379,11 @@ class LayerwisePrefill(Prefill):
         if start == self._first > 0:
             state = cache.prefixes[self.slots[0]].state
             assert state is not None, "a hybrid's prefix ends where there are states"
-            self._states = [state.read(self._states_before, cache.window.device)]
+            self._states = [DeltaPrompt(state.tokens, *state.read(self._states_before, cache.window.device))]
         counts = [piece.stop - piece.start for piece in pieces_of(self.borders, start, stop)]
         self._states = self._model.read_states(self._layer, self._prompt, start, counts, self._states)
         if stop in self._snapshots:
-            self._snapshots[stop].write(self._states[0])
+            self._snapshots[stop].write(self._states[0].latest, self._states[0].recurrent)
         self._row = stop
         if stop == self.tokens:
             self._end_states()
@@ -402,18 +402,20 @@ class LayerwisePrefill(Prefill):
         """Attend in the chunk that begins with row `start` of this layer; see AttendChunk."""
         assert self._rows is not None, "the chunk's keys and values have been written"
         model, (keys, values), parts = self._model, self._rows, list[Tensor]()
+        window = model.model.sliding_window if model.model.has_window(self._layer) else None
         if len(self.slots) > 1 and isinstance(model.attention, BlockAttention):  # a pack is one chunk
-            return model.attention.attend_pack(queries, keys, values, self.borders, model.scaling)
+            return model.attention.attend_pack(queries, keys, values, self.borders, model.scaling, window)
         for piece in pieces_of(self.borders, start, start + queries.shape[1]):
             own = queries[:, piece.start - start : piece.stop - start]
             rows = keys[:, piece.first : piece.stop], values[:, piece.first : piece.stop]
             # A pack is one chunk, of prompts without anything before it.
             if (
                 model.sparse is None
+                or window is not None
                 or self._rows_before < model.config.block_sparse.dense_layers
                 or len(self.slots) > 1
             ):
-                parts.append(model.attention(own, *rows, model.scaling))
+                parts.append(model.attention(own, *rows, model.scaling, window=window))
             else:
                 parts.append(model.sparse(own, *rows, model.scaling, piece.end - piece.stop, self._repeated))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -427,6 +429,13 @@ class LayerwisePrefill(Prefill):
         """Allocate keys and values of the layer, with those of the tokens that are not read; meanwhile the next layer's come."""
         if not self._first:
             return self._new_rows()
+        if self._model.model.has_window(self._layer):
+            states, state = self.retrieval.cache.states, self.retrieval.cache.prefixes[self.slots[0]].state
+            assert states is not None, "the model has layers with windows"
+            assert state is not None, "a prefix ends where there are states"
+            rows = self._new_rows()
+            states.read_ring(self._states_before, state, *rows)
+            return rows
         rows, work = self._next or self._load(self._rows_before)
         ahead = self.retrieval.cache.load_ahead and self._rows_before + 1 < len(self._model.model.row_layers)
         self._next = self._load(self._rows_before + 1) if ahead else None
@@ -445,6 +454,14 @@ class LayerwisePrefill(Prefill):
         keys, values = self._rows
         each = zip(self.slots, pairwise(self.borders), strict=True)
         spans = {slot: span for slot, span in each if slot not in self.dropped}
+        if self._model.model.has_window(self._layer):
+            if spans:
+                states = self.retrieval.cache.states
+                assert states is not None, "the model has layers with windows"
+                states.write_rings(self._states_before, spans, keys, values, self._snapshots.values())
+            self._layer, self._row, self._states_before = self._layer + 1, self._first, self._states_before + 1
+            self._rows, self._queries = None, []
+            return
         if len(self.slots) > 1:
             self.retrieval.store_pack(self._rows_before, spans, keys, values, self._queries[0])
         elif spans:
