@@ -60,6 +60,11 @@ DELTA_SHAPE = {
     "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+WINDOWS = {  # of three layers of a qwen2 or qwen3
+    "use_sliding_window": True,
+    "sliding_window": 50,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 EXPERTS_SHAPE = {
     "moe_intermediate_size": 32,
     "num_experts": 6,

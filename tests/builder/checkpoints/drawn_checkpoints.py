@@ -414,6 +414,15 @@ def cases(draw: st.DrawFn) -> Case:
     config |= {"mlp_bias": True} if shape.mlp_bias else {}
     config |= {"tie_word_embeddings": shape.head == "none"} if shape.head != "own" else {}
     config |= {"sliding_window": draw(st.sampled_from([None, 4096]))} if shape.model_type == "mistral" else {}
+    if shape.model_type in ("qwen2", "qwen3") and draw(st.booleans()):
+        kinds = st.sampled_from(["full_attention", "sliding_attention"])
+        config |= {"use_sliding_window": True, "sliding_window": draw(st.sampled_from([2, 5, 9, 24, 64, ABSENT]))}
+        config |= draw(
+            st.one_of(
+                st.fixed_dictionaries({"layer_types": st.lists(kinds, min_size=LAYERS, max_size=LAYERS)}),
+                st.fixed_dictionaries({}, optional={"max_window_layers": st.sampled_from([0, 1, 2])}),
+            )
+        )
     if shape.heads * shape.head_dim == shape.hidden_size and shape.model_type != "qwen3" and draw(st.booleans()):
         config["head_dim"] = ABSENT
     elif shape.model_type in BIASED:  # which has no such field: the size follows from others

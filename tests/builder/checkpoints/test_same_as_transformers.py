@@ -125,6 +125,16 @@ RUN = [
     Case(MISTRAL, {"sliding_window": None, "rope_scaling": LINEAR}),
     Case(QWEN2),
     Case(Shape("qwen3", head_dim=16)),
+    Case(QWEN2, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    Case(QWEN3, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}),
+    Case(
+        QWEN3,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     Case(Shape("qwen2_moe", qkv_bias=True, experts=4, chosen=3), files=Files("bfloat16", "shards")),
     Case(Shape("qwen2_moe", qkv_bias=True, experts=5, chosen=5, normalised=True, dense=(0,))),
     Case(Shape("qwen3_moe", experts=9, chosen=2, normalised=True, dense=(1,))),
