@@ -126,7 +126,7 @@ def check_rings(dtype: str, dim: int, group: int, window: int, kernels: MakeKern
         splits=1,
     )
     queries = 2 * torch.randn(len(slots), KV_HEADS * group, dim, device=device).to(ring.dtype)
-    found = attention.launch(queries, batch, ring, ring.data_ptr(), 0)
+    found = attention.launch(queries, batch, ring, ring.data_ptr(), 0, None)
     for number, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         places = [own % rows for own in range(max(0, position + 1 - window), position + 1)]
         keys, values = ring[slot][:, places].float().repeat_interleave(group, dim=0).unbind(2)
