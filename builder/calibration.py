@@ -259,8 +259,8 @@ class WindowedText:
                 keys, values = x.new_empty(2, kv_heads, tokens, dim)
                 qkv, rotation = layer.project(self._ops, x, None, prompt=True), rope(0, tokens, tokens)
                 q = self._ops.rope_prompt(qkv, rotation, keys, values, 0, layer.q_norm, layer.k_norm)
-                attended = layer.gate(attention(q.transpose(0, 1), keys, values, dim**-0.5).flatten(1), qkv)
-                x += layer.finish(self._ops, x, attended, prompt=True)
+                out = attention(q.transpose(0, 1), keys, values, dim**-0.5, self.model.window_of(number))
+                x += layer.finish(self._ops, x, layer.gate(out.flatten(1), qkv), prompt=True)
                 advance(1)
             del layer  # before the next one is read
         return hidden

@@ -409,7 +409,7 @@ def hugging_face_config(model: ModelConfig) -> Any:
         ]
         mixture |= {"layer_types": kinds, **{key: getattr(states, name) for name, key in DELTA_KEYS.items()}}
     if model.window_layers:
-        kinds = [f"{'sliding' if model.has_window(n) else 'full'}_attention" for n in range(model.num_layers)]
+        kinds = [f"{'sliding' if model.window_of(n) else 'full'}_attention" for n in range(model.num_layers)]
         mixture |= {"layer_types": kinds, "sliding_window": model.sliding_window, "use_sliding_window": True}
     same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "max_position_embeddings")
     biases = {"attention_bias": model.output_bias} | ({"mlp_bias": True} if model.mlp_bias else {})

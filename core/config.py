@@ -355,9 +355,9 @@ class ModelConfig:
         """Whether a layer keeps a state instead of rows."""
         return self.delta_net is not None and layer in self.delta_net.layers
 
-    def has_window(self, layer: int) -> bool:
-        """Whether a layer attends to the latest tokens alone, and keeps no others' rows."""
-        return layer in self.window_layers
+    def window_of(self, layer: int) -> int | None:
+        """Return how many of the latest tokens a layer attends to, whose rows alone it keeps; None: to all."""
+        return self.sliding_window if layer in self.window_layers else None
 
     @property
     def row_layers(self) -> tuple[int, ...]:

@@ -446,7 +446,7 @@ class WeightsModel(LayerwiseModel[Stream]):
             if layer.delta_net is not None:
                 delta = layer.decode_state(self.ops, batch, x, delta, next(states), mark)
                 continue
-            if self.model.has_window(place):
+            if self.model.window_of(place) is not None:
                 number, ring = next(rings)
                 attend_latest = partial(self.retrieval.attend_latest, number, batch=latest)
                 delta = layer.decode(self.ops, latest, x, delta, rotation, ring, attend_latest, mark)

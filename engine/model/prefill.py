@@ -402,7 +402,7 @@ class LayerwisePrefill(Prefill):
         """Attend in the chunk that begins with row `start` of this layer; see AttendChunk."""
         assert self._rows is not None, "the chunk's keys and values have been written"
         model, (keys, values), parts = self._model, self._rows, list[Tensor]()
-        window = model.model.sliding_window if model.model.has_window(self._layer) else None
+        window = model.model.window_of(self._layer)
         if len(self.slots) > 1 and isinstance(model.attention, BlockAttention):  # a pack is one chunk
             return model.attention.attend_pack(queries, keys, values, self.borders, model.scaling, window)
         for piece in pieces_of(self.borders, start, start + queries.shape[1]):
@@ -429,7 +429,7 @@ class LayerwisePrefill(Prefill):
         """Allocate keys and values of the layer, with those of the tokens that are not read; meanwhile the next layer's come."""
         if not self._first:
             return self._new_rows()
-        if self._model.model.has_window(self._layer):
+        if self._model.model.window_of(self._layer) is not None:
             states, state = self.retrieval.cache.states, self.retrieval.cache.prefixes[self.slots[0]].state
             assert states is not None, "the model has layers with windows"
             assert state is not None, "a prefix ends where there are states"
@@ -454,7 +454,7 @@ class LayerwisePrefill(Prefill):
         keys, values = self._rows
         each = zip(self.slots, pairwise(self.borders), strict=True)
         spans = {slot: span for slot, span in each if slot not in self.dropped}
-        if self._model.model.has_window(self._layer):
+        if self._model.model.window_of(self._layer) is not None:
             if spans:
                 states = self.retrieval.cache.states
                 assert states is not None, "the model has layers with windows"
