@@ -21,7 +21,8 @@ FORMAT_VERSION = 3  # the format of engine directories
 CONFIG_FILE = "config.json"
 CHECK_CONFIG = "check what the checkpoint states of the model, in config.json or a GGUF file's metadata"
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # architectures of which some layers keep a state instead of rows
-MODEL_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", *HYBRIDS)  # of ModelConfig
+MODEL_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma3", *HYBRIDS)  # of ModelConfig
+ACTIVATIONS = ("silu", "gelu_tanh")  # of ModelConfig
 MOST_EXPERTS, MOST_CHOSEN = 512, 32  # of a layer, and of those for a token: what a block of the GPU's router takes
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
 MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
@@ -251,6 +252,16 @@ class ModelConfig:
     """Whether the weights of norms are differences from 1; that of a Gated DeltaNet layer's outputs is not."""
     delta_net: DeltaNetConfig | None = None
     """None: every layer attends."""
+    activation: str = "silu"
+    """One of ACTIVATIONS, of the gates of MLPs; gelu_tanh is GELU by its approximation with a tanh."""
+    post_norms: bool = False
+    """Whether what attention and the MLP give is normalised before it is added to the residual stream."""
+    embedding_scale: float = 1.0
+    """Factor of embeddings, which the head does not have if it is tied."""
+    attention_scalar: float | None = None
+    """Scores are divided by the square root of this; None: of head_dim."""
+    local_rope_theta: float | None = None
+    """RoPE's base in layers of window_layers, where rope_scaling does not count; None: rope_theta, with the scaling."""
 
     def __post_init__(self) -> None:
         known, own = MODEL_ARCHITECTURES, self.architecture
@@ -285,6 +296,12 @@ class ModelConfig:
         reach, name = self.max_position_embeddings, "max_position_embeddings"
         require(0 < reach <= MOST_POSITIONS, name, reach, f"between 1 and {MOST_POSITIONS}", CHECK_CONFIG)
         self._check_tokens()
+        own, limit = self.activation, f"one of {ACTIVATIONS}"
+        require(own in ACTIVATIONS, "activation", own, limit, "use another checkpoint")
+        for name in ("embedding_scale", "attention_scalar"):
+            _require_positive(name, getattr(self, name))
+        base = self.local_rope_theta
+        require(base is None or 1 < base < math.inf, "local_rope_theta", base, "finite and > 1, or null", CHECK_CONFIG)
 
     def _check_states(self) -> None:
         """Refuse layers with states in a decoder that has none, or that no layer is left without."""
@@ -358,6 +375,11 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """Return how many of the latest tokens a layer attends to, whose rows alone it keeps; None: to all."""
         return self.sliding_window if layer in self.window_layers else None
+
+    @property
+    def scaling(self) -> float:
+        """The softmax scale."""
+        return float((self.attention_scalar or self.head_dim) ** -0.5)
 
     @property
     def row_layers(self) -> tuple[int, ...]:
@@ -650,6 +672,8 @@ class EngineConfig:
         require(fits, "max_seq_len", self.max_seq_len, limit, self._why_no_further())
         self._check_experts()
         self._check_states()
+        fits = self.runtime == "torch" or self.model.architecture != "gemma3"
+        require(fits, "runtime", self.runtime, "'torch' with Gemma", "plans have no such: leave --runtime out")
         window = self.model.whole_window
         within = window is None or self.max_seq_len <= window
         remedy = f"all layers have a sliding window: build with --max_seq_len {window}, or use another checkpoint"

@@ -97,7 +97,8 @@ CONFIG = KnownKeys(
         num_key_value_heads head_dim rms_norm_eps max_position_embeddings rope_theta rope_scaling rope_parameters
         original_max_position_embeddings partial_rotary_factor dual_chunk_attention_config attention_bias mlp_bias hidden_act
         tie_word_embeddings bos_token_id eos_token_id pad_token_id sliding_window layer_types use_sliding_window
-        max_window_layers use_qk_norm qkv_bias
+        max_window_layers hidden_activation query_pre_attn_scalar rope_local_base_freq sliding_window_pattern
+        _sliding_window_pattern use_bidirectional_attention use_qk_norm qkv_bias
         num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob shared_expert_intermediate_size
         decoder_sparse_step mlp_only_layers full_attention_interval attn_output_gate linear_num_key_heads
         linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""",

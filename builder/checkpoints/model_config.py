@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma3ForCausalLM": "gemma3",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
@@ -25,7 +26,7 @@ ARCHITECTURES = {
 # Of models that also read images, whose text part is one of ARCHITECTURES.
 WITH_IMAGES = {f"{name}ForConditionalGeneration": f"{name}ForCausalLM" for name in ("Qwen3_5", "Qwen3_5Moe")}
 DEFAULT_MISTRAL_WINDOW = 4096  # tokens; transformers' default for a Mistral config.json without the field
-QK_NORM = ("qwen3", "qwen3_moe", *HYBRIDS)
+QK_NORM = ("qwen3", "qwen3_moe", "gemma3", *HYBRIDS)
 SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
 HYBRID_ROTARY_FACTOR = 0.25  # transformers' default for hybrids
 FULL_ATTENTION_INTERVAL = 4  # likewise: every fourth layer attends
@@ -38,6 +39,31 @@ DELTA_KEYS = {
     "value_head_dim": "linear_value_head_dim",
     "conv_kernel": "linear_conv_kernel_dim",
 }
+GEMMA_DEFAULTS: dict[str, Any] = {  # transformers' own
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+GEMMA_KEYS = (
+    "hidden_activation",
+    "query_pre_attn_scalar",
+    "rope_local_base_freq",
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+    "use_bidirectional_attention",
+)
+GEMMA_ROPE_THETA, GEMMA_LOCAL_THETA = 1e6, 1e4
 EXPERT_KEYS = (
     "num_experts",
     "num_local_experts",
@@ -78,6 +104,9 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
     """
     CONFIG.check(values)
     architecture = _architecture(values)
+    gemma, local_theta = architecture == "gemma3", None
+    if gemma:
+        values, local_theta = _with_defaults(values)
     _refuse_unsupported(values, architecture)
     heads, hidden = _integer(values, "num_attention_heads"), _integer(values, "hidden_size")
     layers = _integer(values, "num_hidden_layers")
@@ -85,6 +114,7 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
     attention_bias, hybrid = _boolean(values, "attention_bias"), architecture in HYBRIDS
     experts = _experts(values, architecture, layers)
     head_dim = _head_dim(values, architecture, hidden, heads)
+    windows = _windows(values, layers)
     return from_dict(
         ModelConfig,
         {
@@ -110,14 +140,50 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
             "bos_token_id": values.get("bos_token_id"),
             "eos_token_ids": list(dict.fromkeys([*eos_token_ids, *token_ids(values.get("eos_token_id"))])),
             "pad_token_id": None if values.get("pad_token_id") == NO_PADDING else values.get("pad_token_id"),
-            **_windows(values, layers),
+            **windows,
             "experts": experts,
             "gated_attention": hybrid,
-            "centred_norms": hybrid,
+            "centred_norms": hybrid or gemma,
             "delta_net": _delta_net(values, layers) if hybrid else None,
+            **(_gemma(values, hidden, local_theta if windows else None) if gemma else {}),
         },
         "model",
     )
+
+
+def _with_defaults(values: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """Return a Gemma's values with transformers' defaults, and RoPE as others state it; and the base of layers with a window."""
+    values = GEMMA_DEFAULTS | values
+    both = values.pop("rope_parameters", None) or {}
+    fits = isinstance(both, dict) and all(isinstance(one, dict | None) for one in both.values())
+    require(fits, "rope_parameters", both, "an object of objects, by layer_types", CHECK_CONFIG)
+    local, full = (dict(both.get(f"{kind}_attention") or {}) for kind in ("sliding", "full"))
+    others = sorted({*both} - {"sliding_attention", "full_attention"})
+    require(not others, "rope_parameters", others, "sliding_attention and full_attention", CHECK_CONFIG)
+    theta = local.pop("rope_theta", values.get("rope_local_base_freq", GEMMA_LOCAL_THETA))
+    plain = local in ({}, {"rope_type": "default"})
+    require(plain, "rope_parameters.sliding_attention", local, "of rope_type 'default'", USE_ANOTHER)
+    full = {
+        "rope_theta": values.get("rope_theta", GEMMA_ROPE_THETA),
+        **full,
+        **(values.pop("rope_scaling", None) or {}),
+    }
+    return values | {"rope_parameters": full}, theta
+
+
+def _gemma(values: dict[str, Any], hidden: int, local_theta: float | None) -> dict[str, Any]:
+    """Read the fields of ModelConfig that others leave at their defaults."""
+    name, activation = "hidden_activation", values["hidden_activation"]
+    require(activation == "gelu_pytorch_tanh", name, activation, "'gelu_pytorch_tanh'", USE_ANOTHER)
+    both = values.get("use_bidirectional_attention")
+    require(not both, "use_bidirectional_attention", both, "false or absent", USE_ANOTHER)
+    return {
+        "activation": "gelu_tanh",
+        "post_norms": True,
+        "embedding_scale": hidden**0.5,
+        "attention_scalar": _required(values, "query_pre_attn_scalar"),
+        "local_rope_theta": local_theta,
+    }
 
 
 def token_ids(value: Any) -> list[int]:
@@ -210,8 +276,12 @@ def dense_layers(layers: int, step: int, alone: Sequence[int]) -> tuple[int, ...
 
 
 def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
-    activation = values.get("hidden_act", "silu")
-    require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
+    gemma = architecture == "gemma3"
+    activation, usual = values.get("hidden_act", None if gemma else "silu"), None if gemma else "silu"
+    require(activation == usual, "hidden_act", activation, "absent" if gemma else "'silu'", USE_ANOTHER)
+    for name in () if gemma else GEMMA_KEYS:
+        limit = f"absent with architectures = {values['architectures'][0]!r}"
+        require(values.get(name) is None, name, values.get(name), limit, USE_ANOTHER)
     biased, name = values.get("mlp_bias", False), values["architectures"][0]
     limit = f"false, or absent, with architectures = {name!r}"  # transformers ignores the key there
     require(name == "LlamaForCausalLM" or biased is False, "mlp_bias", biased, limit, USE_ANOTHER)
@@ -227,7 +297,7 @@ def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
         require(values.get(name) is None, name, values.get(name), limit, USE_ANOTHER)
     gated = values.get("attn_output_gate")
     require(not gated, "attn_output_gate", gated, "false or absent", USE_ANOTHER)
-    kinds, slides = values.get("layer_types"), values.get("use_sliding_window") is True
+    kinds, slides = values.get("layer_types"), gemma or values.get("use_sliding_window") is True
     require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK_CONFIG)
     known = ("full_attention", "sliding_attention")[: 1 + slides]
     kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind not in known]
@@ -247,12 +317,26 @@ def _windows(values: dict[str, Any], layers: int) -> dict[str, Any]:
         require(window is None, "sliding_window", window, "null or absent", USE_ANOTHER)
     if mistral and window is not None:
         return {"sliding_window": _integer({"sliding_window": window}, "sliding_window")}
+    if ARCHITECTURES[name] == "gemma3":
+        kinds = kinds or _by_pattern(values, layers)
+        require("full_attention" in kinds, "layer_types", kinds, "with a 'full_attention'", "use another checkpoint")
+        return _with_windows(kinds, window, layers)
     if not used or window is None:
         return {}
     border = values.get("max_window_layers", QWEN_FULL_LAYERS)
     whole = isinstance(border, int) and not isinstance(border, bool) and border >= 0
     require(whole, "max_window_layers", border, "an integer >= 0", CHECK_CONFIG)
     kinds = kinds or ["sliding_attention" if layer >= border else "full_attention" for layer in range(layers)]
+    return _with_windows(kinds, window, layers)
+
+
+def _by_pattern(values: dict[str, Any], layers: int) -> list[str]:
+    """Return Gemma's layer_types: one of so many layers attends to all tokens."""
+    every = _integer(values, "sliding_window_pattern")
+    return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+
+def _with_windows(kinds: Sequence[str], window: Any, layers: int) -> dict[str, Any]:
     require(len(kinds) == layers, "layer_types", kinds, f"a list of {layers}", CHECK_CONFIG)
     numbers = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
     own = _integer({"sliding_window": window}, "sliding_window")
@@ -268,7 +352,7 @@ def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:
 
 def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int) -> int:
     """Read or compute the head size; Qwen3's must be stated, because it does not follow from other fields."""
-    stated = architecture in ("qwen2", "qwen2_moe", "qwen3_moe", *HYBRIDS) and "head_dim" in values
+    stated = architecture in ("qwen2", "qwen2_moe", "qwen3_moe", "gemma3", *HYBRIDS) and "head_dim" in values
     if stated:  # transformers computes nothing in its place
         return _integer(values, "head_dim")
     if architecture not in ("qwen3", *HYBRIDS) and values.get("head_dim") is None:

@@ -69,7 +69,7 @@ class IndexMaker:
                     num_heads=model.num_heads,
                     num_kv_heads=model.num_kv_heads,
                     head_dim=model.head_dim,
-                    scaling=model.head_dim**-0.5,
+                    scaling=model.scaling,
                     config=settings,
                     codebooks=self.codebooks,
                     extents=extents,
@@ -106,15 +106,13 @@ def host_retrieval(config: EngineConfig, cache: Cache, indexes: list[Index], lib
     """Make the retrieval of an engine on the CPU."""
     of_layers = [cache.rows.of_layer(layer) for layer in range(len(config.model.row_layers))]
     attentions = [
-        HostAttention(
-            cache.window[layer], rows.pool, config.cache.sink, config.model.head_dim**-0.5, library, rows.scales
-        )
+        HostAttention(cache.window[layer], rows.pool, config.cache.sink, config.model.scaling, library, rows.scales)
         for layer, rows in enumerate(of_layers)
     ]
     rings = [] if cache.states is None else cache.states.rings
     # A ring is all window: no request has other rows.
     none = cache.window.new_empty(0, config.model.num_kv_heads, EXTENT_TOKENS, 2, config.model.head_dim)
-    of_rings = [HostAttention(ring, none, 0, config.model.head_dim**-0.5, library) for ring in rings]
+    of_rings = [HostAttention(ring, none, 0, config.model.scaling, library) for ring in rings]
     return Retrieval(config, cache, indexes, attentions, of_rings=of_rings)
 
 
@@ -174,7 +172,7 @@ def ring_attention(config: EngineConfig, kernels: CudaKernels, dtype: torch.dtyp
         sink=0,
         entries=0,
         max_batch=buckets_for(config.max_batch_size)[-1],
-        scaling=model.head_dim**-0.5,
+        scaling=model.scaling,
         device=kernels.device,
         splits=1,
         rounded_rows=config.cache.row_dtype == "int8",
@@ -220,7 +218,7 @@ def make_attentions(
                 sink=config.cache.sink,
                 entries=entries,
                 max_batch=buckets_for(config.max_batch_size)[-1],
-                scaling=model.head_dim**-0.5,
+                scaling=model.scaling,
                 device=table.device,
                 hot=hot,
                 rounded_rows=rounded,

@@ -62,10 +62,13 @@ class Stream:
     rotation : Rotation or None
         That of all rows of a pack, in which positions begin anew with every prompt. None for a single prompt,
         in which a row's number is its position.
+    local : Rotation or None
+        Likewise, in layers that have a RoPE of their own.
     """
 
     residual: Tensor
     rotation: Rotation | None
+    local: Rotation | None = None
 
     @classmethod
     def begin(cls, residual: Tensor, borders: tuple[int, ...], rotate: RotatePrompt, short_reach: int) -> Stream:
@@ -262,7 +265,7 @@ class LayerwiseModel(ABC, Generic[Prompt]):
 
     def __init__(self, retrieval: Retrieval, attention: CausalAttention) -> None:
         self.retrieval, self.config, self.model = retrieval, retrieval.config, retrieval.config.model
-        self.scaling = self.model.head_dim**-0.5
+        self.scaling = self.model.scaling
         self.attention = attention
         sparse = self.config.prefill_attention == "block_sparse"
         self.sparse = BlockSparseAttention(self.config, attention, mass_of(self.config, attention)) if sparse else None

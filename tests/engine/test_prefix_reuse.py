@@ -158,7 +158,7 @@ HYBRID_SHAPE = SHAPE | {
 }
 
 
-@pytest.fixture(scope="module", params=["states", "windows"])
+@pytest.fixture(scope="module", params=["states", "windows", "gemma3"])
 def hybrid(
     request: pytest.FixtureRequest, random_model: RandomModel, build_engine: BuildEngine
 ) -> Callable[..., Engine]:
@@ -166,6 +166,8 @@ def hybrid(
     architecture, shape = "qwen3_next", dict[str, Any](HYBRID_SHAPE)
     if request.param == "windows":
         architecture, shape = "qwen3", shape | WINDOWS | {"sliding_window": 100}
+    elif request.param == "gemma3":
+        architecture, shape = "gemma3", shape | {"layer_types": WINDOWS["layer_types"]}
     own, everything = random_model(architecture, **shape, **HEADS), method_flags("nested", CASES["nested"].everything)
     directory = build_engine(own, "nested", *WINDOW, *LIMITS, *everything, "--dtype", "bfloat16")
     return lambda **cache: load_changed(directory, {"reuse_state_tokens": 512, **cache})

@@ -26,6 +26,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_fact
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 LENGTH = "original_max_position_embeddings"
 MISTRAL, QWEN2, QWEN3 = Shape("mistral"), Shape("qwen2", qkv_bias=True), Shape("qwen3")
+GEMMA = Shape("gemma3", head="none")
 MLP_BIASED = Shape(mlp_bias=True, qkv_bias=True, output_bias=True)
 BIASED_MISTRAL = Shape("mistral", qkv_bias=True, output_bias=True)
 
@@ -126,6 +127,9 @@ RUN = [
     Case(QWEN2),
     Case(Shape("qwen3", head_dim=16)),
     Case(QWEN2, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    Case(GEMMA, {"sliding_window_pattern": 2, "sliding_window": 7}),
+    Case(GEMMA, {"sliding_window_pattern": 1, "attention_bias": False, "rope_local_base_freq": 500.0}),
+    Case(GEMMA, {"sliding_window_pattern": 2, "rope_theta": 500.0, "rope_scaling": LINEAR, "query_pre_attn_scalar": 5}),
     Case(QWEN3, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}),
     Case(
         QWEN3,

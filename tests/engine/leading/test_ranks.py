@@ -92,6 +92,7 @@ def test_every_method_has_the_tokens_of_one_rank(
         ("qwen3_moe", 4, 1, {}, 2, ("--weight_only_precision", "int8")),
         ("qwen3_next", 4, 2, {}, 2, ()),
         ("qwen3", 4, 2, WINDOWS, 2, ()),
+        ("gemma3", 4, 1, {}, 2, ()),
         ("qwen3_5", 4, 1, {"attention_bias": True}, 2, ("--weight_only_precision", "int8")),
     ],
 )

@@ -167,6 +167,8 @@ WINDOWS: list[tuple[str, int, dict[str, Any]]] = [
     ("qwen3", 100, {"layer_types": SLIDING}),
     ("qwen3", 2, {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     ("qwen2", 800, {"max_window_layers": 1}),
+    ("gemma3", 300, {}),
+    ("gemma3", 40, {"attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 7, "layer_types": None}),
 ]
 
 
@@ -182,7 +184,8 @@ def test_sliding_windows(
     random_model: RandomModel,
     build_engine: BuildEngine,
 ) -> None:
-    own = {"use_sliding_window": True, "sliding_window": window, "max_position_embeddings": 4096}
+    own = {"sliding_window": window, "max_position_embeddings": 4096}
+    own |= {} if architecture == "gemma3" else {"use_sliding_window": True}
     model = random_model(architecture, **own, **fields)
     directory = build_engine(model, "full", "--prefill_chunk_tokens", "500", "--kernels", kernels)
     compare(model, directory, torch.arange(tokens).mul(7).remainder(379).tolist())

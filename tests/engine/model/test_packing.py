@@ -40,6 +40,7 @@ def directories(random_model: RandomModel, build_engine: BuildEngine) -> dict[st
     models = {architecture: random_model(architecture) for architecture in (*ARCHITECTURES, *MIXTURES, *HYBRIDS)} | {
         "longrope": biased,
         "windows": random_model("qwen3", **WINDOWS),
+        "gemma3": random_model("gemma3"),
     }
     for architecture, model in models.items():
         built[architecture] = build_engine(
@@ -72,7 +73,7 @@ def decode(decoder: Any, slots: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("architecture", "device"),
     [
-        *itertools.product([*ARCHITECTURES, "qwen3_5", "longrope", "windows"], ["cpu", "cuda"]),
+        *itertools.product([*ARCHITECTURES, "qwen3_5", "longrope", "windows", "gemma3"], ["cpu", "cuda"]),
         *((mixture, "cpu") for mixture in (*MIXTURES, "qwen3_next", "qwen3_5_moe")),
     ],
 )
