@@ -41,6 +41,13 @@ OTHER_NAMES = {
 BY_TENSORS = ("qkv_bias", "output_bias", "mlp_bias")
 # Fields that transformers reads from keys which a GGUF file may lack. It takes a default, and kvseek the tensors' shapes.
 BY_KEYS = {"vocab_size": "vocab_size", "head_dim": "rope.dimension_count"}
+OTHERS: dict[str, Any] = {  # of ModelConfig, in models that are no Gemma
+    "activation": "silu",
+    "post_norms": False,
+    "embedding_scale": 1.0,
+    "attention_scalar": None,
+    "local_rope_theta": None,
+}
 STATE = "state the field in config.json so that both read the same, or use another checkpoint"
 USE_DIRECTORY = "use the model's Hugging Face directory"
 
@@ -154,7 +161,7 @@ def effective_values(config: Any) -> dict[str, Any]:
         "centred_norms": own in (*HYBRIDS, "gemma3"),
         "delta_net": _delta_net(config) if kind in HYBRIDS else None,
         "rotary_dim": _rotary_dim(config) if kind in HYBRIDS else None,
-        **(_gemma(config) if kind == "gemma3" else {}),
+        **(_gemma(config) if kind == "gemma3" else OTHERS),
     }
 
 
