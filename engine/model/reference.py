@@ -16,6 +16,8 @@ from kvseek.kernels.layer import CompiledOperations
 from kvseek.kernels.reference.attention.attend import merge
 from kvseek.kernels.reference.delta_net import delta_step
 
+from .fp8_attention import Fp8Attention, Fp8Past
+
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.core.config import ModelConfig
@@ -137,15 +139,32 @@ class BlockAttention(Protocol):
     dtype : torch.dtype
     refusal : str or None
         Why cuDNN does not attend; None: it does.
+    fp8 : Fp8Attention or None
+        What reads the tokens before a window in FP8.
     """
 
     dtype: torch.dtype
     refusal: str | None
+    fp8: Fp8Attention | None
 
-    def attend_in_blocks(
-        self, queries: Tensor, size: int, chosen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, past: Fp8Past | None = None
     ) -> Tensor:
         """See PromptAttention (engine/model/cuda/attention.py)."""
+
+    def fp8_past(self, tokens: int) -> Fp8Past | None:
+        """See PromptAttention."""
+
+    def attend_in_blocks(
+        self,
+        queries: Tensor,
+        size: int,
+        chosen: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
+        scaling: float,
+        past: Fp8Past | None = None,
+    ) -> Tensor:
+        """See PromptAttention."""
 
     def attend_pack(
         self,
@@ -156,7 +175,7 @@ class BlockAttention(Protocol):
         scaling: float,
         window: int | None = None,
     ) -> Tensor:
-        """Attend causally in each prompt to itself: queries [H, n, D], keys and values [G, n, D] to outputs [n, H, D].
+        """Attend causally in each prompt of a pack to itself: queries [H, n, D], keys and values [G, n, D] to outputs [n, H, D].
 
         Prompt i has rows borders[i] .. borders[i + 1] - 1.
         """
