@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
 }
 # Of models that also read images, whose text part is one of ARCHITECTURES.
-WITH_IMAGES = {f"{name}ForConditionalGeneration": f"{name}ForCausalLM" for name in ("Qwen3_5", "Qwen3_5Moe")}
+WITH_IMAGES = {f"{name}ForConditionalGeneration": f"{name}ForCausalLM" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma3")}
 DEFAULT_MISTRAL_WINDOW = 4096  # tokens; transformers' default for a Mistral config.json without the field
 QK_NORM = ("qwen3", "qwen3_moe", "gemma3", *HYBRIDS)
 SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
@@ -217,8 +217,8 @@ def text_part(values: dict[str, Any]) -> dict[str, Any] | None:
     text = values.get("text_config")
     require(isinstance(text, dict), "text_config", text, "an object", CHECK_CONFIG)
     assert isinstance(text, dict), "as it has just been found"
-    tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    return {**text, "architectures": [WITH_IMAGES[name]], "tie_word_embeddings": tied}
+    tied = {key: value for key, value in values.items() if key == "tie_word_embeddings"}
+    return {**text, "architectures": [WITH_IMAGES[name]], **tied}
 
 
 def _delta_net(values: dict[str, Any], layers: int) -> dict[str, Any]:
