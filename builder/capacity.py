@@ -24,9 +24,10 @@ from kvseek.builder.checkpoints.weights import OwnNumbers, WeightFormat, own_num
 from kvseek.builder.compile.cuda import specialise
 from kvseek.core.batch import BUCKETS
 from kvseek.core.command_line import readable
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.errors import CapacityError, KernelError, require
 from kvseek.core.extents import extents_for
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.ranks import divided
 from kvseek.core.weight_only import INT4
 from kvseek.engine.cache.cache import retrieval_tokens

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from kvseek.core.batch import buckets_for
-from kvseek.core.config import EXTENT_TOKENS, STATE_BLOCK, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, STATE_BLOCK, EngineConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.weight_only import NONE
 from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
 from kvseek.engine.cache.prefix import reuses_prefixes

@@ -19,7 +19,7 @@ from kvseek.kernels.reference.delta_net import delta_step
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
-    from kvseek.core.config import ModelConfig
+    from kvseek.core.model_config import ModelConfig
     from kvseek.kernels.reference.delta_net import DeltaParameters, DeltaStates
 
 

@@ -25,10 +25,11 @@ from tests.plugins.index_cases import (
 from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState
-from kvseek.core.config import EXTENT_TOKENS, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.loading.memory import HOPPER, META, MetaBytes, UnloadedKernels
 from kvseek.kernels.reference.codes.key_codes import estimate_all, round_lanes
 from kvseek.kernels.reference.codes.rotation import rotate
