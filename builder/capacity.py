@@ -40,7 +40,7 @@ from kvseek.engine.cache.memory_layout import (
     state_bytes,
     window_bytes,
 )
-from kvseek.engine.cache.prefix import reuses_prefixes
+from kvseek.engine.cache.reuse import reuses_prefixes
 from kvseek.engine.cache.row_storage import can_pin
 from kvseek.engine.loading.memory import HOPPER, DryRun, IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported

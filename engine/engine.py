@@ -19,9 +19,9 @@ from kvseek.core.errors import ConfigError, ErrorCode, LogitsError, SamplingErro
 from kvseek.core.manifest import verify
 from kvseek.core.request import EndedSession, FinishReason, Request, RequestStatistics, StepOutput, StepReport
 from kvseek.core.selected_rows import SelectedRows
-from kvseek.engine.cache.prefix import reuses_prefixes
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore
+from kvseek.engine.cache.reuse import reuses_prefixes
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.draws.sampling import (
     Drawn,

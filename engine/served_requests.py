@@ -6,7 +6,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.errors import CapacityError, RequestError
 from kvseek.core.request import Request
 from kvseek.core.selected_rows import FIELD as ROWS_FIELD
-from kvseek.engine.cache.prefix import why_no_reuse
+from kvseek.engine.cache.reuse import why_no_reuse
 from kvseek.engine.model.decoder import Decoder
 
 
