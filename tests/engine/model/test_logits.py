@@ -17,7 +17,7 @@ from kvseek.engine.engine import Engine
 from kvseek.plugins.registry import METHODS
 
 MAX_DIFFERENCE = 2e-4
-GREEDY_TOKENS = 64
+GREEDY_TOKENS = 40  # past the ring's end, and past longrope's border
 
 
 def load_transformers(model: Path) -> Any:
@@ -100,7 +100,7 @@ SPREAD: list[tuple[str, int, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("tokens", [5, 700, 3000])
+@pytest.mark.parametrize("tokens", [5, 700, 1300])
 @pytest.mark.parametrize(("architecture", "experts", "chosen", "fields"), SPREAD)
 def test_mixtures_of_experts(
     architecture: str,
@@ -145,7 +145,7 @@ SPREAD_STATES: list[tuple[str, tuple[int, int, int, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("tokens", [5, 700, 3000])
+@pytest.mark.parametrize("tokens", [5, 700, 1300])
 @pytest.mark.parametrize(("architecture", "heads", "fields"), SPREAD_STATES)
 def test_hybrids(
     architecture: str,
@@ -194,7 +194,7 @@ ROPE = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    # The prompt of 150 tokens is short, and the sequence becomes long among the 64 tokens after it.
+    # The prompt of 150 tokens is short, and the sequence becomes long among the 40 tokens after it.
     "longrope": {
         "rope_type": "longrope",
         "short_factor": [1.0 + 0.1 * pair for pair in range(16)],
