@@ -188,19 +188,6 @@ def test_any_region(n: int, top_k: int, seed: int) -> None:
         assert all(0 <= row < n for row in rows)
 
 
-def test_the_seed_and_the_layer_choose_the_first_centroids() -> None:
-    keys = random_keys(400, DIM)
-
-    def sizes(seed: int, layer: int) -> list[list[int]]:
-        index = built(whole(tokens_per_cluster=20, seed=seed), keys, layer=layer)
-        found: list[list[int]] = index.read_clusters(index.sizes, 0).tolist()
-        return found
-
-    assert sizes(0, 5) == sizes(0, 5)
-    assert sizes(0, 5) != sizes(1, 5)
-    assert sizes(0, 5) != sizes(0, 6)
-
-
 def test_first_layers_are_dense() -> None:
     index = built(whole(top_k=4), random_keys(200, DIM), layer=1)
     assert select(index, random_queries(1, 2 * KV_HEADS, DIM), [0]) is None
@@ -473,13 +460,6 @@ def test_first_centroids_depend_on_seed_layer_and_length_alone() -> None:
     assert torch.equal(first, initial_keys(1, 2, 5000, 60)), "not on the global generator"
     for other in ((2, 2, 5000), (1, 3, 5000), (1, 2, 5001), (2**63 - 1, 2, 5000)):
         assert not torch.equal(first, initial_keys(*other, 60))
-
-
-def test_first_centroids_are_spread_evenly() -> None:
-    counts = torch.zeros(10)
-    for layer in range(100):
-        counts += torch.bincount(initial_keys(0, layer, 1000, 50) // 100, minlength=10)
-    assert ((counts - 500).abs() < 100).all(), counts  # deviation about 21
 
 
 @pytest.mark.parametrize("clusters", [0, 8])
