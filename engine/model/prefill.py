@@ -18,8 +18,9 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvseek.core.config import STATE_BLOCK, ModelConfig
+from kvseek.core.config import STATE_BLOCK
 from kvseek.core.errors import CapacityError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.rope import Rotation
 from kvseek.core.streams import SideWork, wait_for_stream
 from kvseek.engine.cache.states import Snapshot

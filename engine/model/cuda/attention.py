@@ -30,8 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.streams import to_device
 from kvseek.engine.model.fp8_attention import Fp8Attention, Fp8Past
 from kvseek.engine.model.library_attention import (
