@@ -147,7 +147,8 @@ class PromptAttention:
         if self.fp8 is None:
             return None
         model = self._model
-        return Fp8Past(self._kernels, model.num_kv_heads, model.group_size, tokens, model.head_dim)
+        sizes = model.num_kv_heads, model.group_size, tokens, model.head_dim
+        return Fp8Past(self._kernels, self.fp8.cut, *sizes)
 
     def _attend_fp8(
         self, queries: Tensor, past: Fp8Past, calls: Sequence[Blocks], scaling: float
