@@ -23,7 +23,6 @@ REQUEST_FIELDS = 16
 # Batch sizes for which a GPU has captured steps; units.cuh counts up to the largest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 METHOD_FIELDS = 6  # fields of a request that are the method's own
-MOST_DRAFTED = 7  # tokens behind a request's latest one in a step (engine/speculation.py): eight rows are a small batch
 LATEST = -1  # in place of a token: the one that the step before drew, which the host need not know yet
 
 

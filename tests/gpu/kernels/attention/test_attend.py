@@ -12,7 +12,8 @@ from tests.gpu.conftest import MakeKernels
 from tests.gpu.kernels.attention.random_cache import POISON, RandomCache
 from torch import Tensor
 
-from kvseek.core.batch import MOST_DRAFTED, Batch, RequestState, Selection, pack
+from kvseek.core.batch import Batch, RequestState, Selection, pack
+from kvseek.core.config import MOST_DRAFTED
 from kvseek.kernels.cuda.attention.attend import DeviceAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames
 
