@@ -475,20 +475,17 @@ class LayerwisePrefill(Prefill):
         keys, values = self._rows
         each = zip(self.slots, pairwise(self.borders), strict=True)
         spans = {slot: span for slot, span in each if slot not in self.dropped}
-        if self._model.model.window_of(self._layer) is not None:
+        states, windowed = self.retrieval.cache.states, self._model.model.window_of(self._layer) is not None
+        if states is not None and windowed:
             if spans:
-                states = self.retrieval.cache.states
-                assert states is not None, "the model has layers with windows"
                 states.write_rings(self._states_before, spans, keys, values, self._snapshots.values())
-            self._layer, self._row, self._states_before = self._layer + 1, self._first, self._states_before + 1
-            self._rows, self._queries = None, []
-            return
-        if len(self.slots) > 1:
+        elif len(self.slots) > 1:
             self.retrieval.store_pack(self._rows_before, spans, keys, values, self._queries[0])
         elif spans:
             last = torch.cat(self._queries, dim=1)[:, -LAST_QUERIES:].contiguous()
             self.retrieval.store_layer(self._rows_before, self.slots[0], keys, values, last)
-        self._layer, self._row, self._rows_before = self._layer + 1, self._first, self._rows_before + 1
+        self._rows_before, self._states_before = self._rows_before + (not windowed), self._states_before + windowed
+        self._layer, self._row = self._layer + 1, self._first
         self._rows, self._fp8, self._queries = None, None, []  # freed before the next layer allocates its own
 
     def _score(self) -> None:
