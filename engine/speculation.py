@@ -30,13 +30,13 @@ from typing import Protocol
 
 import numpy as np
 
+from kvseek.core.batch import MOST_DRAFTED
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, require
 from kvseek.engine.cache.prefix import shares_extents
 from kvseek.plugins.registry import METHODS, get_method, method_traits
 
 METHOD = "ngram"
-MOST_DRAFTED = 7  # tokens of a draft: eight rows of a request are a small batch
 NGRAMS = (4, 3, 2)  # tokens that have to agree with an earlier place, the most first: the longest match wins
 FACTORS = (0x2545F491, 0x1B873593, 0x5BD1E995, 0x38B34AE5)  # odd numbers, of the sum that places an n-gram in its table
 SPARE_PLACES = 4096  # of a table, for the output
@@ -97,7 +97,6 @@ def check_speculation(config: EngineConfig, speculation: Speculation | None) -> 
         )
     name, method, remedy = "speculation", speculation.method, "leave it out, or build another engine"
     require(config.runtime == "torch", name, method, f"left out with runtime = {config.runtime!r}", remedy)
-    require(config.model.delta_net is None, name, method, "left out with Gated DeltaNet layers", remedy)
     if config.device == "cuda":
         # Work space has room for max_batch_size regions, and is smaller where requests share none.
         limit = f"left out with method = {config.method!r} on a GPU where requests share no extents"

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvseek.core.batch import MOST_DRAFTED
 from kvseek.core.command_line import memory_size
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
-from kvseek.engine.speculation import METHOD, MOST_DRAFTED, Speculation, read_speculation
+from kvseek.engine.speculation import METHOD, Speculation, read_speculation
 from kvseek.plugins.registry import reports_rows
 
 from .errors import ServerError

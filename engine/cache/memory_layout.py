@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvseek.core.batch import MOST_DRAFTED
 from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import extents_for
@@ -126,13 +127,14 @@ def state_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     return slot_count(config) * slot_state_bytes(config.model, dtype)
 
 
-def slot_state_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of a slot's states in all layers that keep no rows."""
+def slot_state_bytes(model: ModelConfig, dtype: torch.dtype, drafted: int = MOST_DRAFTED) -> int:
+    """Return the bytes of a slot's states in all layers that keep no rows, with room for so many tokens of a draft."""
     states = model.delta_net
     if states is None:
         return 0
     recurrent = states.values * states.key_head_dim * torch.float32.itemsize
-    return len(states.layers) * (recurrent + states.conv_kernel * states.channels * dtype.itemsize)
+    inputs = (states.conv_kernel + drafted) * (states.channels + 2 * states.num_value_heads) * dtype.itemsize
+    return len(states.layers) * (recurrent + inputs + states.num_value_heads * torch.int32.itemsize)
 
 
 def host_rows(config: EngineConfig, dtype: torch.dtype) -> RowLayout:

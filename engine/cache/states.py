@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from kvseek.core.batch import MOST_DRAFTED
 from kvseek.core.config import STATE_BLOCK, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.kernels.reference.delta_net import DeltaPrompt, DeltaStates
@@ -57,26 +61,29 @@ class States:
         How many cache.reuse_state_bytes have room for.
     pending : dict of int to dict of int to Snapshot
         By slot and number of tokens, the slot's snapshots that nobody else can find yet; whole when its prompt has been read.
+    catch_up : callable
+        Brings the states of a slot to so many tokens, of which its last step has verified the latest. The model sets it.
     """
+
+    catch_up: Callable[[int, int], None]
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate them; raises CapacityError if the device's memory does not suffice."""
         model, slots = config.model.delta_net, slot_count(config)
         assert model is not None, "the model is a hybrid"
-        heads = (model.num_value_heads, model.key_head_dim, model.value_head_dim)
         try:
-            conv = torch.zeros(len(model.layers), slots, model.conv_kernel, model.channels, dtype=dtype, device=device)
-            recurrent = torch.zeros(len(model.layers), slots, *heads, device=device)
+            ring = model.conv_kernel + MOST_DRAFTED
+            self.layers = [DeltaStates.zeros(model, slots, ring, dtype, device) for _ in model.layers]
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             raise CapacityError(
                 f"cannot allocate {state_bytes(config, dtype):,} bytes on {device} for the states of {slots} slots "
                 f"({str(error).splitlines()[0]}); lower max_batch_size"
             ) from None
-        self.layers = [DeltaStates(*one) for one in zip(conv, recurrent, strict=True)]
         self.pending: dict[int, dict[int, Snapshot]] = {}
         self._every = config.cache.reuse_state_tokens
         self._prompts: dict[int, int] = {}  # tokens of each slot's prompt
-        one = conv[:, 0, 1:].nbytes + recurrent[:, 0].nbytes
+        self._kernel, self._behind = model.conv_kernel, dict[int, int]()
+        one = sum(layer.conv[0, : model.conv_kernel - 1].nbytes + layer.recurrent[0].nbytes for layer in self.layers)
         self.most_snapshots = 0 if config.cache.reuse is False else config.cache.reuse_state_bytes // one
 
     def begin_snapshots(self, slot: int, first: int, tokens: int) -> None:
@@ -90,15 +97,31 @@ class States:
         wanted = sorted(place for place in places if place > first)
         self.pending[slot] = {place: Snapshot(place) for place in wanted[max(0, len(wanted) - self.most_snapshots) :]}
 
-    def take(self, slot: int, tokens: int) -> None:
-        """Make a pending snapshot of a slot, which has so many tokens, if steps have brought some of them.
+    def begin_step(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take note of the slots of a step that have a draft; `tokens` of each slot count it.
+
+        The recurrent states of a slot take in those of its draft that are accepted in its next step (DeltaStates).
+        """
+        for slot in slots:
+            self._behind.pop(slot, None)
+        if len(set(slots)) < len(slots):
+            counts = Counter(slots)
+            self._behind.update((slot, tokens[slot] - count + 1) for slot, count in counts.items() if count > 1)
+
+    def take(self, slot: int, tokens: int, most: int) -> None:
+        """Make a pending snapshot of a slot after `tokens` of its `most` tokens, if steps have brought some of them.
+
+        There is none if the states have had later tokens.
 
         After a prompt's own tokens alone, that after its last whole block does: from there on others compute the same to the bit.
         """
-        if self.most_snapshots and tokens > self._prompts.get(slot, 0):
+        there = self._behind.get(slot, most) <= tokens <= most
+        if there and self.most_snapshots and tokens > self._prompts.get(slot, 0):
             snapshot = self.pending.setdefault(slot, {})[tokens] = Snapshot(tokens)
+            if slot in self._behind:
+                self.catch_up(slot, tokens)
             for states in self.layers:
-                snapshot.write(DeltaPrompt.of_slot(states, slot, tokens))
+                snapshot.write(DeltaPrompt.of_slot(states, slot, tokens, self._kernel))
 
     def drop(self, snapshot: Snapshot) -> None:
         """Make a pending snapshot no longer, as there is no room for it."""
@@ -110,3 +133,4 @@ class States:
         """Forget the pending snapshots of a slot."""
         self.pending.pop(slot, None)
         self._prompts.pop(slot, None)
+        self._behind.pop(slot, None)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.streams import to_device
 from kvseek.core.weight_only import HEAD, dequantise
 from kvseek.engine.retrieval import Retrieval
@@ -38,7 +39,6 @@ from .reference import CausalAttention, LayerOperations, rms_norm
 from .weights import ROUTER
 
 if TYPE_CHECKING:
-    from kvseek.core.batch import Batch
     from kvseek.core.config import DeltaNetConfig, ExpertsConfig, ModelConfig
     from kvseek.core.rope import Rotation
 
@@ -308,6 +308,21 @@ class Layer:
         return self.finish(ops, x, mixed, mark)
 
 
+@torch.inference_mode()
+def catch_up(
+    ops: LayerOperations,
+    parameters: Sequence[DeltaParameters],
+    states: Sequence[DeltaStates],
+    table: Tensor,
+    slot: int,
+    tokens: int,
+) -> None:
+    """Bring the states of a slot in these layers to so many tokens; `table`: extents of the slots, on their device."""
+    batch = Batch.of([RequestState(slot=slot, position=tokens, length=0)], table)
+    for own, state in zip(parameters, states, strict=True):
+        ops.catch_up(batch, own, state)
+
+
 def _delta_parameters(
     weights: Mapping[str, Tensor], prefix: str, config: DeltaNetConfig, epsilon: float
 ) -> DeltaParameters:
@@ -390,6 +405,10 @@ class WeightsModel(LayerwiseModel[Stream]):
         self.layers = [Layer(weights, number, products, self.model) for number in range(self.model.num_layers)]
         self.head = Head.of(self.model, weights, products)
         self.reader: BlockReader | None = None
+        if retrieval.cache.states is not None:
+            own = [layer.delta_net for layer in self.layers if layer.delta_net is not None]
+            states, table = retrieval.cache.states, retrieval.cache.extents.device_table
+            states.catch_up = partial(catch_up, ops, own, states.layers, table)
 
     @abstractmethod
     def rotate(self, start: int, stop: int, length: int) -> Rotation:
