@@ -166,6 +166,7 @@ def test_states_that_are_reused_have_what_was_accepted(method: str, hybrid: Make
 
 
 def check_reuse(method: str, make: Make) -> Engine:
+    """Returns the engine of the requests that go on from what others have left."""
     expected = answers(make(method), REQUESTS)
     engine = make(method, 40, Speculation())
     engine.make_drafter = drafts_of(REQUESTS, expected, 0.8)
