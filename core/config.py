@@ -249,6 +249,8 @@ class ModelConfig:
     """Whether the weights of norms are differences from 1; that of a Gated DeltaNet layer's outputs is not."""
     delta_net: DeltaNetConfig | None = None
     """None: every layer attends."""
+    mtp: bool = False
+    """Whether a hybrid has its multi-token-prediction head, which drafts (engine/model/mtp.py)."""
 
     def __post_init__(self) -> None:
         known, own = MODEL_ARCHITECTURES, self.architecture
@@ -295,6 +297,9 @@ class ModelConfig:
         fits = rotated is None or (0 < rotated <= self.head_dim and rotated % 2 == 0)
         require(fits, "rotary_dim", rotated, limit, CHECK_CONFIG)
         if states is None:
+            require(
+                not self.mtp, "mtp", self.mtp, f"left out with architecture = {own!r}", f"only {HYBRIDS} draft with it"
+            )
             return
         numbers = states.layers
         fits = sorted(set(numbers)) == list(numbers) and set(numbers) < set(range(self.num_layers))
@@ -356,13 +361,13 @@ class ModelConfig:
             states = dataclasses.replace(states, layers=tuple(layer for layer in states.layers if layer < count))
         if experts is not None:
             experts = dataclasses.replace(experts, dense_layers=tuple(n for n in experts.dense_layers if n < count))
-        return dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts)
+        return dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts, mtp=False)
 
     def with_row_layers(self, count: int) -> ModelConfig:
         """Return a model of so many layers, which all have rows: what is kept of rows is the same for both."""
         own = "qwen3" if self.delta_net is not None else self.architecture
         experts = self.experts if own == self.architecture else None
-        return dataclasses.replace(self, architecture=own, num_layers=count, experts=experts, delta_net=None)
+        return dataclasses.replace(self, architecture=own, num_layers=count, experts=experts, delta_net=None, mtp=False)
 
     @property
     def mlp_sizes(self) -> dict[str, int]:
@@ -647,6 +652,9 @@ class EngineConfig:
                 limit = f"left out with architecture = {self.model.architecture!r}"
                 require(value == usual, f"cache.{name}", value, limit, "no layer keeps a state")
             return
+        fits, remedy = not self.model.mtp or (self.device == "cpu" and self.tp_size == 1), "leave it out"
+        limit = "left out on cuda and with tp_size > 1: one process drafts with it, on the CPU"
+        require(fits, "mtp", self.model.mtp, limit, remedy)
         limit = "'torch' with Gated DeltaNet layers"
         require(self.runtime == "torch", "runtime", self.runtime, limit, "plans have no such: leave --runtime out")
         value, remedy = self.cache.cached_prefill, "their states follow a prompt's blocks: leave it out"

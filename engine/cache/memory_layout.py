@@ -69,6 +69,9 @@ class RowLayout:
         return self.capacity * self.host_layers * self.layer_bytes
 
 
+MTP_SINK, MTP_WINDOW = 16, 496  # rows of a slot that a multi-token-prediction head keeps: the first, and the latest
+
+
 @dataclass(frozen=True)
 class MemoryLayout:
     """Device memory of an engine, in bytes.
@@ -116,9 +119,10 @@ def slot_count(config: EngineConfig) -> int:
 
 
 def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the windows of all layers and slots."""
+    """Return the bytes of the windows of all layers and slots, a multi-token-prediction head's included."""
     model = config.model
-    rows = len(model.row_layers) * slot_count(config) * model.num_kv_heads * config.cache.window
+    each = len(model.row_layers) * config.cache.window + model.mtp * (MTP_SINK + MTP_WINDOW)
+    rows = each * slot_count(config) * model.num_kv_heads
     return rows * 2 * model.head_dim * dtype.itemsize
 
 
