@@ -205,6 +205,8 @@ class Engine:
         self._speculation, self.step_costs = speculation, StepCosts()
         if speculation is not None:
             decoder.prepare_to_verify()
+            if decoder.mtp is not None:
+                decoder.mtp.used = speculation.method == MTP
         self._drafted = self._accepted = 0  # tokens of drafts since the last report
         self._in_flight: InFlightStep | None = None  # the decode step that has been launched and not collected
         self._decoded = 0  # tokens of the decode steps that have been collected since the last report
@@ -625,7 +627,7 @@ class Engine:
     def _drafter_of(self, sequence: RequestSequence) -> Drafter:
         """Make the drafter of a request that has its slot."""
         head = self.decoder.mtp
-        if head is not None and self._speculation is not None and self._speculation.method == MTP:
+        if head is not None and head.used:
             return MtpDrafter(head, sequence.slot, sequence.request.prompt_ids)
         return self.make_drafter(sequence.request)
 

@@ -378,7 +378,7 @@ class TorchModel(WeightsModel):
         return self.rope(start, stop, length)
 
     def end_prompt(self, prompt: Stream, slot: int, ids: Sequence[int], first: int, row: int) -> None:
-        if self.mtp is not None:
+        if self.mtp is not None and self.mtp.used:
             self.mtp.read_prompt(slot, ids, first, prompt.residual[row : row + len(ids)])
 
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
@@ -395,7 +395,7 @@ class TorchModel(WeightsModel):
         x, rotation = self.embed(batch.column("token")), self.rope.at(batch.column("position").tolist())
         mark("begin")
         x = x + self.decode_layers(batch, x, rotation, attend, mark)
-        if self.mtp is not None:
+        if self.mtp is not None and self.mtp.used:
             self.mtp.read_step(batch.slots, batch.column("position").tolist(), x)
         logits = self.head(x[asked])
         mark("head")

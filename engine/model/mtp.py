@@ -46,7 +46,14 @@ class MtpHead:
         The model's own, which the multi-token-prediction head shares.
     dtype : torch.dtype
         That of the engine.
+
+    Attributes
+    ----------
+    used : bool
+        Whether prompts and steps pass `read_prompt` and `read_step`: not before the engine says so.
     """
+
+    used = False
 
     def __init__(
         self,
