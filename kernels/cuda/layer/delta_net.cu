@@ -5,9 +5,9 @@
 // t % columns and `rows` rows of it, so the state is read and written once, in whole lines. The state is loaded before
 // the wait for earlier kernels: the last step wrote it, of which every kernel has ended.
 //
-// Tokens pass one after the other, in one loop, so that each is applied by the same instructions whenever that is: those
-// of the last step's draft that were accepted, whose inputs that step has kept; the slot's next token, behind which the
-// state is written; and the tokens of its draft, which change registers alone.
+// Tokens pass one after the other, in one loop, so that each is applied by the same instructions whenever that is:
+// those of the last step's draft that were accepted, whose inputs that step has kept; the slot's next token, behind
+// which the state is written; and the tokens of its draft, which change registers alone.
 #include "kernels/cuda/batch.cuh"
 #include "kernels/cuda/layer/activation.cuh"
 #include "kernels/cuda/numbers.cuh"
@@ -18,8 +18,8 @@
 namespace kvseek {
 
 struct DeltaStepArguments {
-    const void* qkvz;      // Number [batch, 2 keys + 2 values]: queries, keys, values and gates; null: only what was kept is
-                           // applied, of the tokens before each request's position
+    const void* qkvz;  // Number [batch, 2 keys + 2 values]: queries, keys, values and gates; null: only what was kept
+                       // is applied, of the tokens before each request's position
     const void* ba;        // Number [batch, 2 * value_heads]: write strengths and decays, before their functions
     const void* requests;  // Request [batch]
     const void* weight;    // Number [2 keys + values, kernel], of the convolution
@@ -47,8 +47,9 @@ namespace delta {
 constexpr int THREADS = 512, ROWS = 32;
 constexpr float LENGTH_EPSILON = 1e-6f;
 
-// What the convolution gives for a channel of a slot at a position, whose input is `given`, or was kept if that is null.
-// Blocks that share a key head write the same to the same places; each thread reads what itself or an earlier step wrote.
+// What the convolution gives for a channel of a slot at a position, whose input is `given`, or was kept if that is
+// null. Blocks that share a key head write the same to the same places; each thread reads what itself or an earlier
+// step wrote.
 __device__ __forceinline__ float convolve(const DeltaStepArguments& a, Number* ring, const Number* given, int position,
                                           int channels, int channel) {
     const Number* weight = static_cast<const Number*>(a.weight) + static_cast<long long>(channel) * a.kernel;
