@@ -34,7 +34,7 @@ import numpy as np
 from kvseek.core.batch import MOST_DRAFTED
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, require
-from kvseek.engine.cache.prefix import shares_extents
+from kvseek.engine.cache.reuse import shares_extents
 from kvseek.plugins.registry import METHODS as RETRIEVAL_METHODS
 from kvseek.plugins.registry import get_method, method_traits
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from kvseek.core.batch import buckets_for
-from kvseek.core.config import EXTENT_TOKENS, STATE_BLOCK, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, STATE_BLOCK, EngineConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.weight_only import NONE
 from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
-from kvseek.engine.cache.prefix import reuses_prefixes
+from kvseek.engine.cache.reuse import reuses_prefixes
 from kvseek.engine.cache.row_storage import ROUNDED_AT_ONCE, STAGED_EXTENTS
 from kvseek.engine.model.block_sparse import sparse_bytes
 from kvseek.engine.model.prompt_windows import (

@@ -39,7 +39,7 @@ from .reference import CausalAttention, LayerOperations, rms_norm
 from .weights import ROUTER
 
 if TYPE_CHECKING:
-    from kvseek.core.config import DeltaNetConfig, ExpertsConfig, ModelConfig
+    from kvseek.core.model_config import DeltaNetConfig, ExpertsConfig, ModelConfig
     from kvseek.core.rope import Rotation
 
 

@@ -30,7 +30,7 @@ from kvseek.engine.draws.sampling import greedy_token
 from .layer import Embedding, Head, Layer, Products
 
 if TYPE_CHECKING:
-    from kvseek.core.config import ModelConfig
+    from kvseek.core.model_config import ModelConfig
 
     from .reference import LayerOperations
 

@@ -18,8 +18,9 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvseek.core.config import STATE_BLOCK, ModelConfig
+from kvseek.core.config import STATE_BLOCK
 from kvseek.core.errors import CapacityError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.rope import Rotation
 from kvseek.core.streams import SideWork, wait_for_stream
 from kvseek.engine.cache.states import Snapshot
@@ -335,6 +336,12 @@ class LayerwisePrefill(Prefill):
         self._to_score = sum(stop - first for _, (first, stop) in asked)  # rows whose logits are asked for
         self._scored = 0  # of these rows
         self._units = score_units(asked, logits_at_once(model.model))
+
+    def finish(self) -> Tensor:
+        logits, attention = super().finish(), self._model.attention
+        if isinstance(attention, BlockAttention) and attention.fp8 is not None:
+            attention.fp8.tell()
+        return logits
 
     @property
     def progress(self) -> float:

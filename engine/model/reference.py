@@ -21,7 +21,7 @@ from .fp8_attention import Fp8Attention, Fp8Past
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
-    from kvseek.core.config import ModelConfig
+    from kvseek.core.model_config import ModelConfig
     from kvseek.kernels.reference.delta_net import DeltaParameters, DeltaStates
 
 

@@ -15,15 +15,12 @@ from kvseek.core.config import (
     FORMAT_VERSION,
     PRETRAINED,
     CacheConfig,
-    DeltaNetConfig,
     EngineConfig,
-    ExpertsConfig,
-    ModelConfig,
-    RopeScaling,
     read_config,
     write_config,
 )
 from kvseek.core.errors import ConfigError, EngineDirectoryError, from_dict
+from kvseek.core.model_config import DeltaNetConfig, ExpertsConfig, ModelConfig, RopeScaling
 from kvseek.plugins.registry import get_method
 
 MODEL = ModelConfig(

@@ -30,8 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.streams import to_device
 from kvseek.engine.model.fp8_attention import Fp8Attention, Fp8Past
 from kvseek.engine.model.library_attention import (
@@ -146,7 +147,8 @@ class PromptAttention:
         if self.fp8 is None:
             return None
         model = self._model
-        return Fp8Past(self._kernels, model.num_kv_heads, model.group_size, tokens, model.head_dim)
+        sizes = model.num_kv_heads, model.group_size, tokens, model.head_dim
+        return Fp8Past(self._kernels, self.fp8.cut, *sizes)
 
     def _attend_fp8(
         self, queries: Tensor, past: Fp8Past, calls: Sequence[Blocks], scaling: float

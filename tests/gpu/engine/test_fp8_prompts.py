@@ -70,10 +70,22 @@ def test_rows_are_rounded_as_by_the_reference(dim: int, kernels: MakeKernels, de
     own, heads, tokens = kernels("bfloat16", dim, 4), 5, 301
     drawn = (torch.randn(tokens, heads, dim, device=device) * 200).bfloat16().transpose(0, 1)
     drawn[0, 0, :3] = torch.tensor([1e30, -1e30, torch.nan])
-    centres, scales = torch.randn(heads, dim, device=device).bfloat16(), torch.rand(heads, device=device)
+    centres, scales = torch.randn(heads, dim, device=device).bfloat16(), torch.rand(heads, dim, device=device)
     for given in ((None, None), (centres, None), (None, scales), (centres, scales)):
-        into = torch.zeros(heads, 512, dim, dtype=FP8, device=device)
-        round_to_fp8(own, drawn, into[:, :tokens], *given)
+        into, cut = (
+            torch.zeros(heads, 512, dim, dtype=FP8, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+        round_to_fp8(
+            own,
+            drawn[1:].clamp(-400, 400),
+            into[1:, :tokens],
+            cut,
+            *(None if one is None else one[1:] for one in given),
+        )
+        assert not cut.item()
+        round_to_fp8(own, drawn, into[:, :tokens], cut, *given)
+        assert cut.item()
         expected = fp8_rows_reference(drawn, *given)
         assert torch.allclose(into[:, :tokens].float(), expected.float(), rtol=0, atol=0, equal_nan=True)
         assert not into[:, tokens:].float().any()
@@ -83,13 +95,13 @@ def test_rows_are_rounded_as_by_the_reference(dim: int, kernels: MakeKernels, de
 def test_parts_of_fp8_are_merged(dim: int, group: int, kernels: MakeKernels, device: torch.device) -> None:
     heads, tokens = KV_HEADS * group, 301
     outputs = torch.randn(3, tokens, heads, dim, device=device).to(FP8).transpose(1, 2)
-    lse, scales = torch.randn(3, heads, tokens, device=device) * 3, torch.rand(heads, device=device)
+    lse, scales = torch.randn(3, heads, tokens, device=device) * 3, torch.rand(heads, dim, device=device)
     plain = torch.randn(1, heads, tokens, dim, device=device).bfloat16()
     plain_lse = torch.randn(1, heads, tokens, device=device)
     parts = [PartialAttention(outputs, lse, scales), PartialAttention(plain, plain_lse)]
     found = merge(kernels("bfloat16", dim, group), parts, plain.new_empty(tokens, heads, dim))
     weights = torch.cat((lse, plain_lse)).softmax(dim=0)[..., None]
-    expected = (weights * torch.cat((outputs.float() * scales[:, None, None], plain.float()))).sum(dim=0)
+    expected = (weights * torch.cat((outputs.float() * scales[:, None], plain.float()))).sum(dim=0)
     assert error(found, expected.transpose(0, 1)) < 0.005
 
 
