@@ -22,7 +22,6 @@ from kvseek.core.extents import extents_for
 REQUEST_FIELDS = 16
 # Batch sizes for which a GPU has captured steps; units.cuh counts up to the largest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-MOST_DRAFTED = 7  # tokens of a draft: eight rows of a request are a small batch
 METHOD_FIELDS = 6  # fields of a request that are the method's own
 LATEST = -1  # in place of a token: the one that the step before drew, which the host need not know yet
 

@@ -29,6 +29,7 @@ ASYMMETRIC_GROUP = (
     16  # inputs of a group of int8_asymmetric: the fewest that share a scale in blocks of GGUF, and in NVFP4
 )
 FP8_GROUP = 128  # inputs of a group of FP8_GROUPS: those of the blocks of published checkpoints
+MOST_DRAFTED = 7  # tokens of a draft: eight rows of a request are a small batch
 STATE_BLOCK = 64  # tokens whose changes of a Gated DeltaNet layer's state are computed together
 KEY_BLOCK = 64  # tokens that sparse attention of prompts chooses together
 CHOICES = {  # the values that EngineConfig's fields of type str allow

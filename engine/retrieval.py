@@ -18,13 +18,12 @@ from kvseek.core.batch import (
     LATEST,
     METHOD_COLUMN,
     METHOD_FIELDS,
-    MOST_DRAFTED,
     REQUEST_FIELDS,
     Batch,
     Selection,
     give_scratch,
 )
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import MOST_DRAFTED, EngineConfig
 from kvseek.core.errors import KvseekError
 from kvseek.core.streams import InFlight
 from kvseek.engine.cache.cache import Cache

@@ -31,8 +31,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvseek.core.batch import MOST_DRAFTED
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import MOST_DRAFTED, EngineConfig
 from kvseek.core.errors import ConfigError, require
 from kvseek.engine.cache.reuse import shares_extents
 from kvseek.plugins.registry import METHODS as RETRIEVAL_METHODS

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvseek.core.batch import MOST_DRAFTED
 from kvseek.core.command_line import memory_size
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import MOST_DRAFTED, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes

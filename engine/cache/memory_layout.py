@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvseek.core.batch import MOST_DRAFTED
-from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
+from kvseek.core.config import EXTENT_TOKENS, MOST_DRAFTED, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import extents_for
 from kvseek.core.model_config import ModelConfig

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import MOST_DRAFTED
-from kvseek.core.config import STATE_BLOCK, EngineConfig
+from kvseek.core.config import MOST_DRAFTED, STATE_BLOCK, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.kernels.reference.delta_net import DeltaPrompt, DeltaStates
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvseek.core.batch import MOST_DRAFTED, Batch, RequestState
+from kvseek.core.batch import Batch, RequestState
+from kvseek.core.config import MOST_DRAFTED
 from kvseek.core.rope import RotaryEmbedding
 from kvseek.engine.cache.memory_layout import MTP_SINK as SINK
 from kvseek.engine.cache.memory_layout import MTP_WINDOW as WINDOW

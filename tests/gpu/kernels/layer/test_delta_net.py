@@ -15,7 +15,8 @@ from torch import Tensor
 from kvseek.bench.methods import load_kernels
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.compile.cuda import Specialisation
-from kvseek.core.batch import MOST_DRAFTED, Batch, RequestState
+from kvseek.core.batch import Batch, RequestState
+from kvseek.core.config import MOST_DRAFTED
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.model_config import DeltaNetConfig, ModelConfig
 from kvseek.engine.engine import Engine
