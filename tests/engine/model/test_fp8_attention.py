@@ -1,4 +1,4 @@
-"""Rows of a prompt in FP8: what they lose, and that they do not depend on how the prompt is read. With a GPU: tests/gpu/engine."""
+"""Rows of a prompt in FP8: what they lose, and that they do not depend on how it is read. With a GPU: tests/gpu/engine."""
 
 from __future__ import annotations
 

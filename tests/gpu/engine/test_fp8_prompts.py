@@ -8,10 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.conftest import BuildEngine, RandomModel
+from tests.engine.test_equal_bits import LIMITS, SHAPE, WINDOW, ask, check_equal_bits, numbers
 from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
 from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig, ModelConfig
+from kvseek.engine.engine import Engine
 from kvseek.engine.model.block_sparse import (
     BlockSparseAttention,
     RepeatedTokens,
@@ -167,3 +170,24 @@ def test_sparse_prompts_choose_and_attend_in_fp8(
     sparse = BlockSparseAttention(one, attention, mass_of(one, attention))
     found = sparse(queries, keys, values, dim**-0.5, 0, repeated, attention.fp8_past(past + q))
     assert error(found, definition(queries, keys, values)) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ["dense", "block_sparse"])
+def test_engines_read_prompts_in_fp8(attention: str, random_model: RandomModel, on_gpu: BuildEngine) -> None:
+    """Their logits are near to those of 16 bits, and the same however a dense prompt is read."""
+    model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=64, **SHAPE)
+    sparse = (
+        "--prefill_attention",
+        "block_sparse",
+        "--block_sparse.budget",
+        "1024",
+        "--block_sparse.dense_layers",
+        "0",
+    )
+    flags = (*WINDOW, *LIMITS, "--dtype", "bfloat16", *(sparse if attention == "block_sparse" else ()))
+    rounded, wide = (on_gpu(model, "full", *flags, *more) for more in (("--prefill_precision", "fp8"), ()))
+    answers = (ask(Engine.load(one), numbers(3000, 3000), steps=1) for one in (rounded, wide))
+    logits = [torch.frombuffer(bytearray(first), dtype=torch.float32) for ((first,),) in answers]
+    assert 1e-4 < (logits[0] - logits[1]).norm() / logits[1].norm() < 0.1
+    if attention == "dense":
+        check_equal_bits(rounded)
