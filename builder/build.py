@@ -175,7 +175,7 @@ def build_engine(options: BuildOptions) -> bool:
         If the engine's logits are not transformers', or transformers cannot run the checkpoint. The engine is not kept.
     """
     console = Console(stderr=True, quiet=options.quiet, markup=False)  # names may hold brackets
-    checkpoint = open_checkpoint(options.model, options.tokenizer, text_only=options.text_only)
+    checkpoint = open_checkpoint(options.model, options.tokenizer, text_only=options.text_only, mtp=options.mtp)
     output_dir = options.output_dir.resolve()
     refuse_foreign(output_dir)
     remove_leftovers(output_dir)
@@ -203,7 +203,7 @@ def build_engine(options: BuildOptions) -> bool:
 def engine_fingerprint(options: BuildOptions) -> str:
     """Return the fingerprint of an engine built with these options now; raises as `build_engine` does before it writes."""
     return _Build.of(
-        options, open_checkpoint(options.model, options.tokenizer, text_only=options.text_only)
+        options, open_checkpoint(options.model, options.tokenizer, text_only=options.text_only, mtp=options.mtp)
     ).fingerprint
 
 

@@ -363,7 +363,7 @@ def print_fit(options: FitOptions, console: Console) -> None:
 
 def fit_document(options: FitOptions) -> Document:
     """The whole report as JSON values; sizes in bytes."""
-    checkpoint = open_checkpoint(options.model, options.tokenizer, text_only=options.text_only)
+    checkpoint = open_checkpoint(options.model, options.tokenizer, text_only=options.text_only, mtp=options.mtp)
     own = own_numbers(checkpoint, options.choices["device"])
     search = FitSearch(options, checkpoint.config, own)
     asked = search.asked

@@ -89,6 +89,10 @@ class FlagParser(Parser):
         )
         images = "of a checkpoint that also reads images, build the text part; all else is left out"
         add("--text_only", action="store_true", help=images)
+        about = (
+            "on the CPU, with a hybrid's multi-token-prediction head, by which --speculation mtp of kvseek serve drafts"
+        )
+        add("--mtp", action="store_true", help=about)
         add(
             "--output_dir",
             type=Path,

@@ -58,6 +58,7 @@ class EngineOptions:
     block_sparse: dict[str, Any] = field(default_factory=dict)
     tokenizer: Path | None = None  # directory of the tokenizer; None: it lies with the model
     text_only: bool = False  # leave out what a checkpoint has for images
+    mtp: bool = False  # with the multi-token-prediction head
     preset: str | None = None  # of the method (plugins/registry.py); fields that were given override it
 
     @property
@@ -162,7 +163,7 @@ class BuildOptions(EngineOptions):
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that decide the engine's contents, beside the model, as JSON values."""
-        names = ("method", "preset", "choices", "cuda_archs", "limits", "method_config", *GROUPS, *CALIBRATE[1:])
+        names = ("method", "preset", "mtp", "choices", "cuda_archs", "limits", "method_config", *GROUPS, *CALIBRATE[1:])
         tokenizer = None if self.tokenizer is None else self.tokenizer.resolve().name
         return {"tokenizer": tokenizer, **{name: getattr(self, name) for name in names}}
 
@@ -251,7 +252,18 @@ def build_options(values: Mapping[str, Any]) -> BuildOptions:
         out of range are found by `EngineOptions.engine_config`.
     """
     groups = (*GROUPS, "method_config")
-    others = ("model", "output_dir", "method", "preset", "tokenizer", "text_only", "cuda_archs", "quiet", "check")
+    others = (
+        "model",
+        "output_dir",
+        "method",
+        "preset",
+        "tokenizer",
+        "text_only",
+        "mtp",
+        "cuda_archs",
+        "quiet",
+        "check",
+    )
     known = (*ENGINE_FIELDS, *LIMITS, *groups, *others)
     refuse_unknown(dict(values), known, "build options")
     get_method(values["method"])  # raises if it is unknown
@@ -353,6 +365,7 @@ def _engine_values(values: dict[str, Any]) -> dict[str, Any]:
         "method": values["method"],
         "tokenizer": values.get("tokenizer"),
         "text_only": bool(values.get("text_only")),
+        "mtp": bool(values.get("mtp")),
         "choices": {
             name: values.get(name, defaults[name])
             for name in ENGINE_FIELDS

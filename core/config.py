@@ -19,7 +19,6 @@ from .model_config import ModelConfig
 
 FORMAT_VERSION = 3  # the format of engine directories
 CONFIG_FILE = "config.json"
-MOST_DRAFTED = 7  # tokens behind a request's latest one in a step (engine/speculation.py): eight rows are a small batch
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
 # Values of weight_only_precision: integers that share their scales in groups.
 GROUPED = ("int4", "int8_groups", "int8_asymmetric")
@@ -30,6 +29,7 @@ ASYMMETRIC_GROUP = (
     16  # inputs of a group of int8_asymmetric: the fewest that share a scale in blocks of GGUF, and in NVFP4
 )
 FP8_GROUP = 128  # inputs of a group of FP8_GROUPS: those of the blocks of published checkpoints
+MOST_DRAFTED = 7  # tokens of a draft: eight rows of a request are a small batch
 STATE_BLOCK = 64  # tokens whose changes of a Gated DeltaNet layer's state are computed together
 KEY_BLOCK = 64  # tokens that sparse attention of prompts chooses together
 CHOICES = {  # the values that EngineConfig's fields of type str allow
@@ -319,6 +319,9 @@ class EngineConfig:
                 limit = f"left out with architecture = {self.model.architecture!r}"
                 require(value == usual, f"cache.{name}", value, limit, "no layer keeps a state")
             return
+        fits, remedy = not self.model.mtp or (self.device == "cpu" and self.tp_size == 1), "leave it out"
+        limit = "left out on cuda and with tp_size > 1: one process drafts with it, on the CPU"
+        require(fits, "mtp", self.model.mtp, limit, remedy)
         limit = f"'torch' with {layers}"
         require(self.runtime == "torch", "runtime", self.runtime, limit, "plans have no such: leave --runtime out")
         value, remedy = self.cache.cached_prefill, "what they keep follows a prompt's blocks: leave it out"

@@ -214,6 +214,8 @@ class ModelConfig:
     """Scores are divided by the square root of this; None: of head_dim."""
     local_rope_theta: float | None = None
     """RoPE's base in layers of window_layers, where rope_scaling does not count; None: rope_theta, with the scaling."""
+    mtp: bool = False
+    """Whether a hybrid has its multi-token-prediction head, which drafts (engine/model/mtp.py)."""
 
     def __post_init__(self) -> None:
         known, own = MODEL_ARCHITECTURES, self.architecture
@@ -265,6 +267,8 @@ class ModelConfig:
         fits = rotated is None or (0 < rotated <= self.head_dim and rotated % 2 == 0)
         require(fits, "rotary_dim", rotated, limit, CHECK_CONFIG)
         if states is None:
+            limit = f"left out with architecture = {own!r}"
+            require(not self.mtp, "mtp", self.mtp, limit, f"only {HYBRIDS} draft with it")
             return
         numbers = states.layers
         fits = sorted(set(numbers)) == list(numbers) and set(numbers) < set(range(self.num_layers))
@@ -360,14 +364,14 @@ class ModelConfig:
             experts = dataclasses.replace(experts, dense_layers=tuple(n for n in experts.dense_layers if n < count))
         windows = tuple(layer for layer in self.window_layers if layer < count)
         window = self.sliding_window if windows or not self.window_layers else None
-        own = dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts)
+        own = dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts, mtp=False)
         return dataclasses.replace(own, sliding_window=window, window_layers=windows)
 
     def with_row_layers(self, count: int) -> ModelConfig:
         """Return a model of so many layers, which all have rows: what is kept of rows is the same for both."""
         own = "qwen3" if self.delta_net is not None else self.architecture
         experts = self.experts if own == self.architecture else None
-        plain = dataclasses.replace(self, delta_net=None, architecture=own, experts=experts)
+        plain = dataclasses.replace(self, delta_net=None, architecture=own, experts=experts, mtp=False)
         return dataclasses.replace(plain, num_layers=count, sliding_window=None, window_layers=())
 
     @property

@@ -38,7 +38,7 @@ from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.reading import PromptReader, Reading, Work
 from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler
 from kvseek.engine.schedule.sequence import PromptScores, RequestSequence
-from kvseek.engine.speculation import Drafter, NgramDrafter, Speculation, StepCosts, check_speculation
+from kvseek.engine.speculation import MTP, Drafter, MtpDrafter, NgramDrafter, Speculation, StepCosts, check_speculation
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.registry import method_traits
 
@@ -72,7 +72,7 @@ class Engine:
     Attributes
     ----------
     make_drafter : callable
-        Makes the drafter of a request that begins.
+        Makes the drafter of a request that begins, unless the model has one.
     step_costs : StepCosts
         What steps have taken by their number of rows.
     on_step : callable or None
@@ -122,6 +122,8 @@ class Engine:
         self._speculation, self.step_costs = speculation, StepCosts()
         if speculation is not None:
             decoder.prepare_to_verify()
+            if decoder.mtp is not None:
+                decoder.mtp.used = speculation.method == MTP
         self._drafted = self._accepted = 0  # tokens of drafts since the last report
         self._in_flight: InFlightStep | None = None  # the decode step that has been launched and not collected
         self._decoded = 0  # tokens of the decode steps that have been collected since the last report
@@ -392,7 +394,7 @@ class Engine:
             try:
                 self._scheduler.open(sequence)
                 if sequence.drafter is None and self._may_draft(sequence):
-                    sequence.drafter = self.make_drafter(sequence.request)
+                    sequence.drafter = self._drafter_of(sequence)
                 if sequence.resumes:
                     self.decoder.resume(sequence.slot)
                     self._scheduler.resumed(sequence)
@@ -516,6 +518,13 @@ class Engine:
         wanted = request.speculate and sequence.row_report is None and request.max_tokens > 1
         return self._speculation is not None and wanted
 
+    def _drafter_of(self, sequence: RequestSequence) -> Drafter:
+        """Make the drafter of a request that has its slot."""
+        head = self.decoder.mtp
+        if head is not None and head.used:
+            return MtpDrafter(head, sequence.slot, sequence.request.prompt_ids)
+        return self.make_drafter(sequence.request)
+
     def _draft(self, sequences: list[RequestSequence]) -> list[list[int]]:
         """Guess the next tokens of requests, as many of each as are worth a step's time; engine/speculation.py says how."""
         if self._speculation is None or self.decoder.most_rows <= len(sequences):
@@ -524,10 +533,10 @@ class Engine:
         for sequence in sequences:
             left, room = sequence.request.max_tokens - sequence.sampler.number, self._cache.room_in_ring(sequence.slot)
             most = min(self._speculation.num_speculative_tokens, left - 1, room - 1)
-            drafter = None if sequence.replay or most < 1 else sequence.drafter
-            if drafter is not None:
+            drafter = sequence.drafter
+            if drafter is not None:  # whether or not anything can be drafted now: no step is left out
                 drafter.follow(sequence.generated)
-            chances.append([] if drafter is None else drafter.chances(most))
+            chances.append([] if drafter is None or sequence.replay or most < 1 else drafter.chances(most))
         counts = self.step_costs.choose(chances, self.decoder.most_rows)
         each = zip(sequences, counts, strict=True)
         return [s.drafter.draft(count) if s.drafter is not None and count else [] for s, count in each]

@@ -13,9 +13,10 @@ draft that is given without chance is accepted with the probability p(draft), an
 is the rule of Leviathan and others, "Fast inference from transformers via speculative decoding" (ICML 2023, algorithm 1), whose
 draft distribution q is 1 at the draft.
 
-**Drafts** (`NgramDrafter`) are what followed the latest occurrence of the last tokens in prompt and output (Saxena, "Prompt
-lookup decoding", 2023). Every drafter predicts each token, and counts whether it was right, also where nothing is drafted: a
-request whose text repeats nothing costs a look into a table a token, and no step.
+**Drafts** are what followed the latest occurrence of the last tokens in prompt and output (`NgramDrafter`; Saxena, "Prompt lookup
+decoding", 2023), or what the model's multi-token-prediction head guesses (`MtpDrafter`). An NgramDrafter predicts each token,
+and counts whether it was right, also where nothing is drafted: a request whose text repeats nothing costs a look into a table a
+token, and no step.
 
 **How many tokens** (`StepCosts`): as many as give most tokens a second, from the chance of each and from what steps of so many
 rows have taken.
@@ -33,15 +34,18 @@ import numpy as np
 from kvseek.core.config import MOST_DRAFTED, EngineConfig
 from kvseek.core.errors import ConfigError, require
 from kvseek.engine.cache.reuse import shares_extents
-from kvseek.plugins.registry import METHODS, get_method, method_traits
+from kvseek.plugins.registry import METHODS as RETRIEVAL_METHODS
+from kvseek.plugins.registry import get_method, method_traits
 
-METHOD = "ngram"
+NGRAM, MTP = METHODS = ("ngram", "mtp")  # vLLM's names
 NGRAMS = (4, 3, 2)  # tokens that have to agree with an earlier place, the most first: the longest match wins
 FACTORS = (0x2545F491, 0x1B873593, 0x5BD1E995, 0x38B34AE5)  # odd numbers, of the sum that places an n-gram in its table
 SPARE_PLACES = 4096  # of a table, for the output
 # Chance that a prediction comes true, before anything is known: of the first token of a match, and of one behind 1, 2 to 3, 4 to
 # 7 and more tokens that it has predicted.
 CHANCES = (0.25, 0.5, 0.7, 0.85, 0.95)
+MTP_CHANCES = (0.8, 0.7, 0.6, 0.5)  # likewise, of a multi-token-prediction head's first, second, third and later ones
+PATIENCE = 32  # steps without a draft after which such a head is believed again
 MEMORY = 8  # tokens over which a chance is averaged
 SAMPLES = 5  # times of steps of a number of rows; the shortest counts, as disturbances only lengthen
 MOST_AGE = 32  # steps after which the oldest time of each number of rows is forgotten
@@ -55,7 +59,7 @@ class Speculation:
     Attributes
     ----------
     method : str
-        "ngram" (vLLM's and TensorRT-LLM's name).
+        "ngram", or "mtp": by the model's multi-token-prediction head.
     num_speculative_tokens : int
         Most tokens of a draft, 1 to 7.
 
@@ -65,11 +69,11 @@ class Speculation:
         For other values.
     """
 
-    method: str = METHOD
+    method: str = NGRAM
     num_speculative_tokens: int = MOST_DRAFTED
 
     def __post_init__(self) -> None:
-        require(self.method == METHOD, "speculation", self.method, f"{METHOD!r}", "leave it out for none")
+        require(self.method in METHODS, "speculation", self.method, f"one of {METHODS}", "leave it out for none")
         count = self.num_speculative_tokens
         limit = f"in [1, {MOST_DRAFTED}]"
         require(1 <= count <= MOST_DRAFTED, "num_speculative_tokens", count, limit, f"{MOST_DRAFTED} is the default")
@@ -89,14 +93,16 @@ def check_speculation(config: EngineConfig, speculation: Speculation | None) -> 
     if speculation is None:
         return
     if not method_traits(config).verifies_drafts:
-        others = ", ".join(name for name in METHODS if get_method(name).traits().verifies_drafts)
+        others = ", ".join(name for name in RETRIEVAL_METHODS if get_method(name).traits().verifies_drafts)
         raise ConfigError(
             f"speculation = {speculation.method!r}: must be left out with method = {config.method!r}, whose steps change what "
             f"later ones select; methods that speculate: {others}"
         )
     name, method, remedy = "speculation", speculation.method, "leave it out, or build another engine"
+    limit = "left out with an engine that has no multi-token-prediction head"
+    own = "build a hybrid, such as Qwen3-Next, with --mtp, for the CPU, or choose 'ngram'"
+    require(method != MTP or config.model.mtp, name, method, limit, own)
     require(config.runtime == "torch", name, method, f"left out with runtime = {config.runtime!r}", remedy)
-    require(config.model.delta_net is None, name, method, "left out with Gated DeltaNet layers", remedy)
     if config.device == "cuda":
         # Work space has room for max_batch_size regions, and is smaller where requests share none.
         limit = f"left out with method = {config.method!r} on a GPU where requests share no extents"
@@ -125,8 +131,8 @@ class Guesses:
     has a chance of its own.
     """
 
-    def __init__(self) -> None:
-        self._chances = list(CHANCES)
+    def __init__(self, chances: Sequence[float] = CHANCES) -> None:
+        self._chances = list(chances)
         self._run = 0  # tokens that the present match has predicted
 
     def count(self, right: bool) -> None:
@@ -148,7 +154,7 @@ class Guesses:
         return found
 
     def _group(self, run: int) -> int:
-        return min(run.bit_length(), len(CHANCES) - 1)
+        return min(run.bit_length(), len(self._chances) - 1)
 
 
 class NgramDrafter:
@@ -221,6 +227,49 @@ class NgramDrafter:
             if count in self._tables:
                 places.append((total ^ total >> 17) & self._mask)
         return [0] * (len(NGRAMS) - len(places)) + places[::-1]  # of a text that is shorter: nothing is found at 0
+
+
+class DraftingHead(Protocol):
+    """The MtpHead of engine/model/mtp.py."""
+
+    def follow(self, slot: int, tokens: Sequence[int]) -> bool: ...
+
+    def draft(self, slot: int, count: int) -> list[int]: ...
+
+
+class MtpDrafter:
+    """Has a model's multi-token-prediction head predict the tokens of the request in a slot; a Drafter.
+
+    The head predicts only what is drafted, so that a request which it guesses badly costs next to nothing.
+    """
+
+    def __init__(self, head: DraftingHead, slot: int, prompt: Sequence[int]) -> None:
+        self._head, self._slot = head, slot
+        self._tokens, self._prompt = list(prompt), len(prompt)
+        self._drafted, self._ready = list[int](), False
+        self._guesses, self._idle = Guesses(MTP_CHANCES), 0
+
+    def follow(self, generated: Sequence[int]) -> None:
+        new = generated[len(self._tokens) - self._prompt :]
+        for drafted, token in zip(self._drafted, new, strict=False):
+            self._guesses.count(drafted == token)
+            if drafted != token:
+                break
+        if new:
+            self._idle = 0 if self._drafted else self._idle + 1
+            self._drafted = []
+        if self._idle == PATIENCE:
+            self._guesses, self._idle = Guesses(MTP_CHANCES), 0
+        self._guesses.begin()
+        self._tokens += new
+        self._ready = self._head.follow(self._slot, self._tokens)
+
+    def draft(self, most: int) -> list[int]:
+        self._drafted = self._head.draft(self._slot, most) if self._ready else []
+        return list(self._drafted)
+
+    def chances(self, most: int) -> list[float]:
+        return self._guesses.chances(most) if self._ready else []
 
 
 class StepCosts:

@@ -12,7 +12,7 @@ from kvseek.core.errors import KernelError
 from kvseek.core.rope import Rotation
 
 from .arguments import checked_address
-from .reference.delta_net import delta_step
+from .reference.delta_net import catch_up, delta_step
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
@@ -135,6 +135,9 @@ class CompiledOperations(ABC):
         self, qkvz: Tensor, ba: Tensor, batch: Batch, parameters: DeltaParameters, states: DeltaStates
     ) -> Tensor:
         return delta_step(qkvz, ba, batch, parameters, states)
+
+    def catch_up(self, batch: Batch, parameters: DeltaParameters, states: DeltaStates) -> None:
+        catch_up(batch, parameters, states)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2

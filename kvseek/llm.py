@@ -46,7 +46,7 @@ class LLM(BaseLLM):
     tokenizer : path, optional
         Folder of the tokenizer, for checkpoints that come without one.
     **build_options
-        Further options of `kvseek build` by their names: preset, text_only, max_input_len, prefill_chunk_tokens, kernels,
+        Further options of `kvseek build` by their names: preset, text_only, mtp, max_input_len, prefill_chunk_tokens, kernels,
         weight_only_precision, weight_group, quantize_lm_head, runtime, cuda_archs; prefill_attention, prefill_precision;
         method_config, cache, tensorrt and block_sparse are dictionaries, such as ``method_config={"top_k": 200}``
         for ``--nested.top_k 200``.
@@ -62,7 +62,8 @@ class LLM(BaseLLM):
     disk_bytes : int, optional
         Most bytes of them; 16 GiB if left out.
     speculation : str, optional
-        "ngram": steps verify drafts of several tokens, from what prompt and output repeat; the tokens are the same.
+        Steps verify drafts of several tokens, "ngram" from what prompt and output repeat, "mtp" by a hybrid's own head (build
+        option mtp); the tokens are the same.
     num_speculative_tokens : int, optional
         Most tokens of a draft, 1 to 7; 7 if left out.
     quiet : bool

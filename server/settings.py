@@ -16,7 +16,7 @@ from kvseek.core.config import MOST_DRAFTED, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.request import MAX_TIMEOUT_SECONDS
 from kvseek.engine.parallel.nodes import KEY_VARIABLE, Nodes
-from kvseek.engine.speculation import METHOD, Speculation, read_speculation
+from kvseek.engine.speculation import METHODS, Speculation, read_speculation
 from kvseek.plugins.registry import reports_rows
 
 from .errors import ServerError
@@ -60,7 +60,10 @@ ENGINE_FLAGS: Flags = {
     "default_timeout": (float, "seconds that a request may take if it does not say itself"),
     "hang_seconds": (float, "after so long without an answer a process is killed and started again"),
     "otlp_endpoint": (str, "OpenTelemetry collector (OTLP over HTTP) for a span of every request"),
-    "speculation": (str, f"{METHOD}: steps verify drafts from the text so far; tokens are the same"),
+    "speculation": (
+        str,
+        f"{', '.join(METHODS)}: steps verify drafts, of the text or the model's own; tokens are the same",
+    ),
     "num_speculative_tokens": (int, f"tokens of a draft at most, 1 to {MOST_DRAFTED}"),
     "disk_dir": (_absolute, "directory in which beginnings of prompts outlive eviction and restarts"),
     "disk_bytes": (memory_size, "most bytes of them, such as 200GiB"),

@@ -42,21 +42,21 @@ from kvseek.core.config import CHOICES
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.request import Request, RequestStatistics
 from kvseek.engine.engine import Engine
-from kvseek.engine.speculation import METHOD, Drafter, NgramDrafter, Speculation
+from kvseek.engine.speculation import NGRAM, Drafter, NgramDrafter, Speculation
 
 from .drafts import GivenDrafter
 from .shapes import get_shape
 
 NONE = "none"
 WORDS = 250  # of the smallest vocabulary, from which prompts are drawn
-Kind = str | float  # NONE, METHOD, or the probability that a token of a draft is right
+Kind = str | float  # NONE, NGRAM, or the probability that a token of a draft is right
 
 
 def make_parser() -> Parser:
     """Make the parser of `kvseek bench --speculation`."""
     parser = Parser(prog="kvseek bench --speculation", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--speculation", default="none,0,0.4,0.6,0.8", help=f"comma list: {NONE}, {METHOD}, probabilities of drafts")
+    add("--speculation", default="none,0,0.4,0.6,0.8", help=f"comma list: {NONE}, {NGRAM}, probabilities of drafts")
     add("--num_speculative_tokens", type=int, default=Speculation().num_speculative_tokens, help="default: %(default)s")
     engines = parser.add_mutually_exclusive_group(required=True)
     engines.add_argument("--shape", help="of a model with random weights, such as llama-3.1-8b (bench/speed/shapes.py)")
@@ -103,14 +103,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _kind(text: str) -> Kind:
-    if text in (NONE, METHOD):
+    if text in (NONE, NGRAM):
         return text
     try:
         chance = float(text)
     except ValueError:
         chance = -1.0
     if not 0 <= chance <= 1:
-        raise ConfigError(f"--speculation: {text!r}: must be {NONE}, {METHOD} or a probability, 0 to 1; write it so")
+        raise ConfigError(f"--speculation: {text!r}: must be {NONE}, {NGRAM} or a probability, 0 to 1; write it so")
     return chance
 
 

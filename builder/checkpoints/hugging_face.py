@@ -27,6 +27,7 @@ MERGE = "merge it into the model's weights, or remove it and its file"
 MERGE_INTO = "merge it into its base model with peft's merge_and_unload"
 MODELOPT_FILE = "hf_quant_config.json"
 ADAPTER_FILE = "adapter_config.json"
+LEAVE_OUT = "nothing can draft with it: leave it out"
 DRAFTING = "mtp."  # what tensors of a multi-token-prediction head begin with
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")  # a tensor of one expert
 # What tensors of models that also read images begin with: Qwen's, and Gemma's.
@@ -66,14 +67,23 @@ class ExpertStack:
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """A directory as save_pretrained writes it: config.json, safetensors in one file or in shards, a tokenizer."""
+    """A directory as save_pretrained writes it: config.json, safetensors in one file or in shards, a tokenizer.
+
+    `mtp`: with the multi-token-prediction head; raises ConfigError then if the files have none.
+    """
+
+    def __init__(self, path: Path, tokenizer_directory: Path | None = None, *, mtp: bool = False) -> None:
+        super().__init__(path, tokenizer_directory)
+        self._mtp = mtp
+        limit = f"left out with files that have no tensors {DRAFTING}*"
+        require(not mtp or any(name.startswith(DRAFTING) for name in self._files), "mtp", mtp, limit, LEAVE_OUT)
 
     @cached_property
     def config(self) -> ModelConfig:
         """Shape of the model, from config.json and generation_config.json."""
         path, ends = self.path / "config.json", generation_ends(self.path)
         with naming(path):
-            return model_config(self._text or read_object(path), ends)
+            return replace(model_config(self._text or read_object(path), ends), mtp=self._mtp)
 
     @cached_property
     def _text(self) -> dict[str, Any] | None:
@@ -101,8 +111,9 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     @cached_property
     def _drafting(self) -> list[str]:
-        """Tensors of a hybrid's head that predicts further tokens, with which no step drafts."""
-        return [name for name in self._files if name.startswith(DRAFTING)] if self.config.delta_net is not None else []
+        """Tensors of a hybrid's head that predicts further tokens, if the engine has none of them."""
+        left_out = self.config.delta_net is not None and not self._mtp
+        return [name for name in self._files if name.startswith(DRAFTING)] if left_out else []
 
     @cached_property
     def _of_images(self) -> list[str]:
@@ -130,8 +141,8 @@ class HuggingFaceCheckpoint(Checkpoint):
             notes.append(OWN_DTYPE)
         if self._drafting:
             notes.append(
-                f"{len(self._drafting)} tensors of the multi-token-prediction head ({DRAFTING}*) are not used: nothing is "
-                "drafted with it"
+                f"{len(self._drafting)} tensors of the multi-token-prediction head ({DRAFTING}*) are not used: on the CPU --mtp "
+                "lets it draft"
             )
         if self._of_images:
             begins = sorted({one for one in IMAGES for name in self._of_images if name.startswith(one)})

@@ -132,7 +132,7 @@ CONFIG = KnownKeys(
             initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop pretraining_tp gradient_checkpointing
             gradient_checkpointing_kwargs use_gradient_checkpointing neftune_noise_alpha dtype torch_dtype use_bfloat16 bf16 fp16
             fp32 _pre_quantization_dtype finetuning_task loss_type z_loss_weight router_aux_loss_coef""",
-        "the multi-token-prediction head, which drafts nothing": "mtp_*",
+        "the multi-token-prediction head, which its tensors state": "mtp_*",
         "how quantised weights are stored, which quantised.py reads": "quantization_config",
         "names, and code of the publisher's, which is not run": f"""
             {ORIGINS} auto_map custom_pipelines transformers.js_config is_llama_config""",

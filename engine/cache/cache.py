@@ -263,6 +263,8 @@ class Cache:
             if self.tokens[slot] - self.lengths[slot] == self.ring + self.config.sink:
                 self._evict(slot, indexes)
             self.tokens[slot] += 1
+        if self.states is not None:
+            self.states.begin_step(slots, self.tokens)
 
     def end_step(self, slots: Sequence[int], indexes: Sequence[Index]) -> None:
         """Start, beside the current stream, the evictions that are due within `evict_ahead` steps.

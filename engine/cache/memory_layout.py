@@ -69,6 +69,9 @@ class RowLayout:
         return self.capacity * self.host_layers * self.layer_bytes
 
 
+MTP_SINK, MTP_WINDOW = 16, 496  # rows of a slot that a multi-token-prediction head keeps: the first, and the latest
+
+
 @dataclass(frozen=True)
 class MemoryLayout:
     """Device memory of an engine, in bytes.
@@ -116,9 +119,10 @@ def slot_count(config: EngineConfig) -> int:
 
 
 def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the windows of all layers and slots."""
+    """Return the bytes of the windows of all layers and slots, a multi-token-prediction head's included."""
     model = config.model
-    rows = len(model.row_layers) * slot_count(config) * model.num_kv_heads * config.cache.window
+    each = len(model.row_layers) * config.cache.window + model.mtp * (MTP_SINK + MTP_WINDOW)
+    rows = each * slot_count(config) * model.num_kv_heads
     return rows * 2 * model.head_dim * dtype.itemsize
 
 
@@ -132,13 +136,14 @@ def state_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     return slot_count(config) * slot_state_bytes(config.model, dtype)
 
 
-def slot_state_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of a slot's states in all layers that keep no rows."""
+def slot_state_bytes(model: ModelConfig, dtype: torch.dtype, drafted: int = MOST_DRAFTED) -> int:
+    """Return the bytes of a slot's states in all layers that keep no rows, with room for so many tokens of a draft."""
     states = model.delta_net
     if states is None:
         return len(model.window_layers) * model.num_kv_heads * ring_rows(model) * 2 * model.head_dim * dtype.itemsize
     recurrent = states.values * states.key_head_dim * torch.float32.itemsize
-    return len(states.layers) * (recurrent + states.conv_kernel * states.channels * dtype.itemsize)
+    inputs = (states.conv_kernel + drafted) * (states.channels + 2 * states.num_value_heads) * dtype.itemsize
+    return len(states.layers) * (recurrent + inputs + states.num_value_heads * torch.int32.itemsize)
 
 
 def host_rows(config: EngineConfig, dtype: torch.dtype) -> RowLayout:

@@ -6,13 +6,14 @@ in row p mod the ring's length; that is longer than the window by the tokens of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvseek.core.config import STATE_BLOCK, EngineConfig
+from kvseek.core.config import MOST_DRAFTED, STATE_BLOCK, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.streams import to_device
 from kvseek.kernels.reference.delta_net import DeltaPrompt, DeltaStates
@@ -68,13 +69,20 @@ class States:
         How many cache.reuse_state_bytes have room for.
     pending : dict of int to dict of int to Snapshot
         By slot and number of tokens, the slot's snapshots that nobody else can find yet; whole when its prompt has been read.
+    catch_up : callable
+        Brings the states of a slot to so many tokens, of which its last step has verified the latest. The model sets it.
     """
+
+    catch_up: Callable[[int, int], None]
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate them; raises CapacityError if the device's memory does not suffice."""
         model, slots = config.model, slot_count(config)
+        own = model.delta_net
         try:
-            self.layers = _delta_states(config, slots, dtype, device)
+            kernel = 0 if own is None else own.conv_kernel
+            sizes = slots, kernel + MOST_DRAFTED, dtype, device
+            self.layers = [] if own is None else [DeltaStates.zeros(own, *sizes) for _ in own.layers]
             shape = (slots, model.num_kv_heads, ring_rows(model), 2, model.head_dim)
             rings = torch.zeros(len(model.window_layers), *shape, dtype=dtype, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
@@ -87,7 +95,8 @@ class States:
         self._every = config.cache.reuse_state_tokens
         self._prompts: dict[int, int] = {}  # tokens of each slot's prompt
         self._written: tuple[dict[int, tuple[int, int]], list[Tensor]] | None = None  # see `write_rings`
-        one = sum(states.conv[0, 1:].nbytes + states.recurrent[0].nbytes for states in self.layers)
+        self._kernel, self._behind = kernel, dict[int, int]()
+        one = sum(layer.conv[0, : kernel - 1].nbytes + layer.recurrent[0].nbytes for layer in self.layers)
         one += rings[:, 0, :, : self.window].nbytes
         self.most_snapshots = 0 if config.cache.reuse is False else config.cache.reuse_state_bytes // one
 
@@ -142,15 +151,31 @@ class States:
             begin = max(0, snapshot.tokens - self.window)
             snapshot.write(torch.stack([part[:, begin : snapshot.tokens] for part in (keys, values)], dim=2))
 
-    def take(self, slot: int, tokens: int) -> None:
-        """Make a pending snapshot of a slot, which has so many tokens, if steps have brought some of them.
+    def begin_step(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take note of the slots of a step that have a draft; `tokens` of each slot count it.
+
+        The recurrent states of a slot take in those of its draft that are accepted in its next step (DeltaStates).
+        """
+        for slot in slots:
+            self._behind.pop(slot, None)
+        if len(set(slots)) < len(slots):
+            counts = Counter(slots)
+            self._behind.update((slot, tokens[slot] - count + 1) for slot, count in counts.items() if count > 1)
+
+    def take(self, slot: int, tokens: int, most: int) -> None:
+        """Make a pending snapshot of a slot after `tokens` of its `most` tokens, if steps have brought some of them.
+
+        There is none if the states have had later tokens.
 
         After a prompt's own tokens alone, that after its last whole block does: from there on others compute the same to the bit.
         """
-        if self.most_snapshots and tokens > self._prompts.get(slot, 0):
+        there = self._behind.get(slot, most) <= tokens <= most
+        if there and self.most_snapshots and tokens > self._prompts.get(slot, 0):
             snapshot = self.pending.setdefault(slot, {})[tokens] = Snapshot(tokens)
+            if slot in self._behind:
+                self.catch_up(slot, tokens)
             for states in self.layers:
-                state = DeltaPrompt.of_slot(states, slot, tokens)
+                state = DeltaPrompt.of_slot(states, slot, tokens, self._kernel)
                 snapshot.write(state.latest, state.recurrent)
             for ring in self.rings:
                 latest = torch.arange(max(0, tokens - self.window), tokens, device=ring.device) % ring.shape[2]
@@ -166,13 +191,4 @@ class States:
         """Forget the pending snapshots of a slot."""
         self.pending.pop(slot, None)
         self._prompts.pop(slot, None)
-
-
-def _delta_states(config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device) -> list[DeltaStates]:
-    model = config.model.delta_net
-    if model is None:
-        return []
-    heads = (model.num_value_heads, model.key_head_dim, model.value_head_dim)
-    conv = torch.zeros(len(model.layers), slots, model.conv_kernel, model.channels, dtype=dtype, device=device)
-    recurrent = torch.zeros(len(model.layers), slots, *heads, device=device)
-    return [DeltaStates(*one) for one in zip(conv, recurrent, strict=True)]
+        self._behind.pop(slot, None)

@@ -32,6 +32,7 @@ from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import EngineDirectoryError
 from kvseek.core.rope import RotaryEmbedding, Rotation
 from kvseek.core.weight_only import INPUTS_MULTIPLE
+from kvseek.engine.cache.memory_layout import slot_count
 from kvseek.engine.draws.sampling import (
     Drawn,
     Draws,
@@ -48,6 +49,8 @@ from kvseek.kernels.cpu.layer.layer import MOST_INPUTS, ByteProduct, GroupProduc
 
 from .decoder import Decoder
 from .layer import Linear, Product, Products, WeightsModel
+from .mtp import MtpHead
+from .prefill import Stream
 from .reference import CausalAttention, LayerOperations
 
 ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"  # environment variable that oneDNN reads when it is first used
@@ -366,9 +369,17 @@ class TorchModel(WeightsModel):
         super().__init__(weights, retrieval, ops, attention, products)
         self.rope = RotaryEmbedding(self.model, retrieval.cache.window.device)
         self.reader = self
+        self.mtp: MtpHead | None = None
+        if self.model.mtp:
+            slots, dtype = slot_count(self.config), retrieval.cache.window.dtype
+            self.mtp = MtpHead(self.model, weights, products, ops, self.embed, self.head, slots, dtype)
 
     def rotate(self, start: int, stop: int, length: int) -> Rotation:
         return self.rope(start, stop, length)
+
+    def end_prompt(self, prompt: Stream, slot: int, ids: Sequence[int], first: int, row: int) -> None:
+        if self.mtp is not None and self.mtp.used:
+            self.mtp.read_prompt(slot, ids, first, prompt.residual[row : row + len(ids)])
 
     def read_block(self, tokens: Sequence[int], slot: int) -> Tensor:
         states, _ = self.retrieval.begin_step(tokens, [slot] * len(tokens))
@@ -383,8 +394,10 @@ class TorchModel(WeightsModel):
         mark = self.retrieval.observer.op_launched
         x, rotation = self.scaled(self.embed(batch.column("token"))), self.rope.at(batch.column("position").tolist())
         mark("begin")
-        delta = self.decode_layers(batch, x, rotation, attend, mark)
-        logits = self.head((x + delta)[asked])
+        x = x + self.decode_layers(batch, x, rotation, attend, mark)
+        if self.mtp is not None and self.mtp.used:
+            self.mtp.read_step(batch.slots, batch.column("position").tolist(), x)
+        logits = self.head(x[asked])
         mark("head")
         return logits
 
@@ -447,6 +460,10 @@ class HostDecoder(Decoder):
         own = [rows[number] for number in numbers]
         others = iter(draw_once(self._draws, logits, own, drawing) if own else ())
         return [greedy_token(logits[row]) if s is None else next(others) for row, s in zip(rows, samplers, strict=True)]
+
+    @property
+    def mtp(self) -> MtpHead | None:
+        return self.model.mtp
 
     @property
     def most_rows(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from kvseek.engine.row_recorder import NOBODY, Wanted
 from kvseek.plugins.registry import method_traits, reports_rows
 
 from .prefill import NO_CALLBACKS, LogitsCallbacks, Prefill, Prompts
+
+if TYPE_CHECKING:
+    from .mtp import MtpHead
 
 
 class PromptModel(Protocol):
@@ -108,6 +111,11 @@ class Decoder(ABC):
             Launch so many steps, of which each takes in what the one before has drawn: more than one only where `runs_ahead`,
             for slots whose steps are alike (Cache.alike_steps), samplers that do not vary, and nobody who wants rows.
         """
+
+    @property
+    def mtp(self) -> MtpHead | None:
+        """What drafts for requests, if the model has it and runs on the CPU."""
+        return None
 
     @property
     @abstractmethod

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvseek.core.batch import Batch, RequestState
 from kvseek.core.rope import LocalRotation
 from kvseek.core.streams import to_device
 from kvseek.core.weight_only import HEAD, dequantise
@@ -41,7 +42,6 @@ from .reference import CausalAttention, LayerOperations, rms_norm
 from .weights import POST_NORMS, ROUTER
 
 if TYPE_CHECKING:
-    from kvseek.core.batch import Batch
     from kvseek.core.model_config import DeltaNetConfig, ExpertsConfig, ModelConfig
     from kvseek.core.rope import Rotation
 
@@ -325,6 +325,21 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+@torch.inference_mode()
+def catch_up(
+    ops: LayerOperations,
+    parameters: Sequence[DeltaParameters],
+    states: Sequence[DeltaStates],
+    table: Tensor,
+    slot: int,
+    tokens: int,
+) -> None:
+    """Bring the states of a slot in these layers to so many tokens; `table`: extents of the slots, on their device."""
+    batch = Batch.of([RequestState(slot=slot, position=tokens, length=0)], table)
+    for own, state in zip(parameters, states, strict=True):
+        ops.catch_up(batch, own, state)
+
+
 def _delta_parameters(
     weights: Mapping[str, Tensor], prefix: str, config: DeltaNetConfig, epsilon: float
 ) -> DeltaParameters:
@@ -411,6 +426,10 @@ class WeightsModel(LayerwiseModel[Stream]):
         self.local = LocalRotation(self.model, device) if self.model.local_rope_theta is not None else None
         # transformers rounds the factor to the dtype of what it multiplies.
         self._embedding_scale = float(torch.tensor(self.model.embedding_scale, dtype=retrieval.cache.window.dtype))
+        if retrieval.cache.states is not None:
+            own = [layer.delta_net for layer in self.layers if layer.delta_net is not None]
+            states, table = retrieval.cache.states, retrieval.cache.extents.device_table
+            states.catch_up = partial(catch_up, ops, own, states.layers, table)
 
     @abstractmethod
     def rotate(self, start: int, stop: int, length: int) -> Rotation:

@@ -297,6 +297,9 @@ class LayerwiseModel(ABC, Generic[Prompt]):
         """
         raise AssertionError(f"layer {layer} has no state")
 
+    def end_prompt(self, prompt: Prompt, slot: int, ids: Sequence[int], first: int, row: int) -> None:
+        """Take note of a slot's tokens behind the last layer: `ids[n]` has row `row` + n, and those from `first` on were read."""
+
     @abstractmethod
     def logits_of(self, prompt: Prompt, spans: Sequence[tuple[int, int]]) -> Tensor:
         """Compute the logits of rows start .. stop - 1 of each (start, stop), float32 [rows, vocabulary], after the last layer.
@@ -501,6 +504,9 @@ class LayerwisePrefill(Prefill):
                 self.on_logits[slot](piece.start - piece.first, part)
 
     def _logits(self) -> Tensor:
+        for slot, (row, stop) in zip(self.slots, pairwise(self.borders), strict=True):
+            if slot not in self.dropped:
+                self._model.end_prompt(self._prompt, slot, self.ids[row:stop], self._first, row)
         return self._model.logits_of(self._prompt, [(stop - 1, stop) for stop in self.borders[1:]])
 
 

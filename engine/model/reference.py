@@ -14,7 +14,7 @@ from torch import Tensor
 from kvseek.core.rope import Rotation, rotate
 from kvseek.kernels.layer import CompiledOperations
 from kvseek.kernels.reference.attention.attend import merge
-from kvseek.kernels.reference.delta_net import delta_step
+from kvseek.kernels.reference.delta_net import catch_up, delta_step
 
 from .fp8_attention import Fp8Attention, Fp8Past
 
@@ -95,6 +95,10 @@ class TorchOperations:
     ) -> Tensor:
         """See kernels/reference/delta_net.py."""
         return delta_step(qkvz, ba, batch, parameters, states)
+
+    def catch_up(self, batch: Batch, parameters: DeltaParameters, states: DeltaStates) -> None:
+        """See kernels/reference/delta_net.py."""
+        catch_up(batch, parameters, states)
 
     def _split(
         self, qkv: Tensor, rotation: Rotation, q_norm: Tensor | None, k_norm: Tensor | None

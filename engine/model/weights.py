@@ -49,6 +49,13 @@ DELTA_WEIGHTS = {
 }
 JOINT = {"qkvz": "linear_attn.in_proj_qkvz.weight", "ba": "linear_attn.in_proj_ba.weight"}  # of qwen3_next instead
 IN_FLOAT32 = (".a_log.weight", ".dt.bias")  # whatever the engine's dtype: an error in a decay grows with the tokens
+# Of the multi-token-prediction head, besides its layer, which follows the model's: its weights and their sources.
+MTP_WEIGHTS = {
+    "mtp.embedding_norm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "mtp.hidden_norm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "mtp.fc.weight": "mtp.fc.weight",
+    "mtp.norm.weight": "mtp.norm.weight",
+}
 HEAD_NORMS = ("q_norm", "k_norm")  # of models with qk_norm
 POST_NORMS = ("post_attention_norm", "post_mlp_norm")  # of models with post_norms
 MLP = ("gate_up", "down")  # of layers without experts
@@ -167,11 +174,16 @@ def list_weights(model: ModelConfig, *, quantize_lm_head: bool = False) -> list[
     qkv, q_norm and k_norm: qkvz [2 keys + 2 values, hidden] for queries, keys, values and output gates, ba [2 value heads,
     hidden] for write strengths and decays, conv [2 keys + values, kernel], a_log and dt [value heads], and delta_norm, of a value
     head's outputs.
+
+    A multi-token-prediction head has the weights of one layer more, behind the others, and those of MTP_WEIGHTS.
     """
     embedding = _weight(model, "embed.weight", "model.embed_tokens.weight")
     weights = [embedding]
     for layer in range(model.num_layers):
-        weights += _layer_weights(model, layer)
+        weights += _layer_weights(model, layer, f"model.layers.{layer}.")
+    if model.mtp:
+        weights += _layer_weights(model, model.num_layers, "mtp.layers.0.")
+        weights += [_weight(model, name, source) for name, source in MTP_WEIGHTS.items()]
     weights.append(_weight(model, "norm.weight", "model.norm.weight"))
     if not model.tie_word_embeddings:
         weights.append(_weight(model, HEAD, "lm_head.weight"))
@@ -180,9 +192,10 @@ def list_weights(model: ModelConfig, *, quantize_lm_head: bool = False) -> list[
     return weights
 
 
-def _layer_weights(model: ModelConfig, layer: int) -> Iterator[Weight]:
+def _layer_weights(model: ModelConfig, layer: int, prefix: str) -> Iterator[Weight]:
+    """List the weights of a layer, whose sources' names begin with `prefix`."""
     biases = {"qkv": model.qkv_bias, "o": model.output_bias, "gate_up": model.mlp_bias, "down": model.mlp_bias}
-    mixed, prefix = model.has_experts(layer), f"model.layers.{layer}."
+    mixed = model.has_experts(layer)
     if model.has_state(layer):
         yield from _delta_weights(model, layer)
     for name, sources in LAYER_WEIGHTS.items():
@@ -199,7 +212,7 @@ def _layer_weights(model: ModelConfig, layer: int) -> Iterator[Weight]:
             own = [f"{prefix}{source}.{kind}" for source in sources]
             yield _weight(model, f"layers.{layer}.{name}.{kind}", *own, order=order)
     if mixed:
-        yield from _expert_weights(model, layer)
+        yield from _expert_weights(model, layer, f"{prefix}mlp.")
 
 
 def _delta_weights(model: ModelConfig, layer: int) -> Iterator[Weight]:
@@ -248,8 +261,8 @@ def rotary_order(dim: int, rotary_dim: int) -> Tensor:
     return torch.cat((first, rest[0], second, rest[1]))
 
 
-def _expert_weights(model: ModelConfig, layer: int) -> Iterator[Weight]:
-    experts, prefix, source = model.experts, f"layers.{layer}.", f"model.layers.{layer}.mlp."
+def _expert_weights(model: ModelConfig, layer: int, source: str) -> Iterator[Weight]:
+    experts, prefix = model.experts, f"layers.{layer}."
     assert experts is not None, "the layer has experts"
 
     def weight(name: str, *sources: str) -> Weight:
@@ -306,6 +319,9 @@ def source_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
         "gate": (0 if experts is None else experts.num_experts, hidden),
         "shared_expert_gate": (1, hidden),
         "norm": (hidden,),
+        "pre_fc_norm_embedding": (hidden,),
+        "pre_fc_norm_hidden": (hidden,),
+        "fc": (hidden, 2 * hidden),
         "lm_head": vocabulary,
     }
     return shapes[module] if kind == "weight" else shapes[module][:1]

@@ -53,15 +53,48 @@ class DeltaParameters:
 class DeltaStates:
     """The states of a layer.
 
+    A step may have several tokens of a slot, of which the first is certain and the others are a draft. `recurrent` is that behind
+    the certain one. What the others would change it by is kept, and the slot's next step, whose position says how many of them
+    were accepted, first applies these, in the same order and by the same operations as if each had come alone.
+
     Attributes
     ----------
-    conv : Tensor [slots, kernel, channels]
-        What the convolution reads of the latest tokens; that of position p lies in row p mod kernel.
+    conv : Tensor [slots, ring, channels]
+        What the convolution reads of the latest tokens; that of position p lies in row p mod ring, at least `kernel` rows and one
+        for each token of a draft.
+    gates : Tensor [slots, ring, 2 value heads]
+        Write strengths and decays of drafted tokens, before their functions, in the same rows.
     recurrent : Tensor, float32 [slots, value heads, key_head_dim, value_head_dim]
+    tokens : Tensor, int32 [slots, value heads]
+        How many `recurrent` has had.
     """
 
     conv: Tensor
+    gates: Tensor
     recurrent: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def zeros(
+        cls, config: DeltaNetConfig, slots: int, ring: int, dtype: torch.dtype, device: torch.device
+    ) -> DeltaStates:
+        """Allocate the states of a layer."""
+        heads = config.num_value_heads
+        return cls(
+            torch.zeros(slots, ring, config.channels, dtype=dtype, device=device),
+            torch.zeros(slots, ring, 2 * heads, dtype=dtype, device=device),
+            torch.zeros(slots, heads, config.key_head_dim, config.value_head_dim, device=device),
+            torch.zeros(slots, heads, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.conv.nbytes + self.gates.nbytes + self.recurrent.nbytes + self.tokens.nbytes
+
+    def latest(self, slot: int, tokens: int, count: int) -> Tensor:
+        """Copy what the convolution reads of the last `count` of a slot's first `tokens` tokens."""
+        return self.conv[slot].roll((count - tokens) % self.conv.shape[1], dims=0)[:count]
 
 
 class Requests(Protocol):
@@ -71,7 +104,7 @@ class Requests(Protocol):
 
 
 def delta_step(qkvz: Tensor, ba: Tensor, batch: Requests, parameters: DeltaParameters, states: DeltaStates) -> Tensor:
-    """Compute a layer's outputs [batch, values] for a token of each request, and advance the states of their slots.
+    """Compute a layer's outputs [batch, values] for the tokens of requests, and advance the states of their slots.
 
     Parameters
     ----------
@@ -79,22 +112,49 @@ def delta_step(qkvz: Tensor, ba: Tensor, batch: Requests, parameters: DeltaParam
         Queries, keys, values, and the z of the gates.
     ba : Tensor [batch, 2 value heads]
     batch : Batch
-        Whose slots differ, but for requests that only fill up a batch.
+        Tokens of one slot lie behind each other, in the order of their positions. All but the first are a draft.
     """
-    config, out = parameters.config, []
-    slots, positions = batch.column("slot").tolist(), batch.column("position").tolist()
-    kernel = config.conv_kernel
-    for request, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        ring, state = states.conv[slot], states.recurrent[slot]
-        ring[position % kernel] = qkvz[request, : config.channels]
-        rows = [(position + 1 + row) % kernel for row in range(kernel)]  # the latest one last
-        q, k, v = _heads(_convolve(ring[rows], parameters), config)
-        strength, decay = _gates(ba[request, None], parameters)
-        state *= decay[0].exp()[:, None, None]
-        change = strength[0, :, None] * (v[0] - torch.bmm(k[0, :, None], state)[:, 0])
-        state.addcmul_(k[0, :, :, None], change[:, None])
-        out.append(torch.bmm(q[0, :, None], state).view(1, -1))
+    config, ring, out = parameters.config, states.conv.shape[1], list[Tensor]()
+    before, own = (-1, -1), states.recurrent  # the row before, and the state behind it
+    first = 0  # position of the slot's first row
+    for row, place in enumerate(zip(batch.column("slot").tolist(), batch.column("position").tolist(), strict=True)):
+        slot, position = place
+        states.conv[slot, position % ring] = qkvz[row, : config.channels]
+        states.gates[slot, position % ring] = ba[row]
+        if place != (before[0], before[1] + 1):
+            first, own = position, _caught_up(slot, position, parameters, states)
+            states.tokens[slot] = position + 1
+        elif position == first + 1:
+            own = own.clone()
+        out.append(_advance(own, slot, position, parameters, states))
+        before = place
     return _gated(torch.cat(out), qkvz[:, config.channels :], parameters)
+
+
+def catch_up(batch: Requests, parameters: DeltaParameters, states: DeltaStates) -> None:
+    """Apply to a layer's states what earlier steps have kept of the tokens before each request's position."""
+    for slot, position in zip(batch.column("slot").tolist(), batch.column("position").tolist(), strict=True):
+        _caught_up(slot, position, parameters, states)
+        states.tokens[slot].clamp_(min=position)
+
+
+def _caught_up(slot: int, tokens: int, parameters: DeltaParameters, states: DeltaStates) -> Tensor:
+    """Return the state of a slot, once it has had so many tokens."""
+    own = states.recurrent[slot]
+    for position in range(int(states.tokens[slot, 0]), tokens):
+        _advance(own, slot, position, parameters, states)
+    return own
+
+
+def _advance(state: Tensor, slot: int, position: int, parameters: DeltaParameters, states: DeltaStates) -> Tensor:
+    """Change a state by the token of a position; returns what it reads there, [1, values]."""
+    config, ring = parameters.config, states.conv.shape[1]
+    q, k, v = _heads(_convolve(states.latest(slot, position + 1, config.conv_kernel), parameters), config)
+    strength, decay = _gates(states.gates[slot, position % ring, None], parameters)
+    state *= decay[0].exp()[:, None, None]
+    change = strength[0, :, None] * (v[0] - torch.bmm(k[0, :, None], state)[:, 0])
+    state.addcmul_(k[0, :, :, None], change[:, None])
+    return torch.bmm(q[0, :, None], state).view(1, -1)
 
 
 @dataclass(frozen=True)
@@ -121,18 +181,17 @@ class DeltaPrompt:
         return cls(0, latest, _no_state(config, device))
 
     @classmethod
-    def of_slot(cls, states: DeltaStates, slot: int, tokens: int) -> DeltaPrompt:
-        """Copy the state of a slot that has so many tokens."""
-        kernel = states.conv.shape[1]
-        ring = states.conv[slot].roll(-(tokens + 1) % kernel, dims=0)  # by position, the next token's row last
-        return cls(tokens, ring[: kernel - 1], states.recurrent[slot].clone())
+    def of_slot(cls, states: DeltaStates, slot: int, tokens: int, kernel: int) -> DeltaPrompt:
+        """Copy the state of a slot, which has had so many tokens."""
+        return cls(tokens, states.latest(slot, tokens, kernel - 1), states.recurrent[slot].clone())
 
     def write(self, states: DeltaStates, slot: int) -> None:
         """Write the state to a slot."""
-        kernel = states.conv.shape[1]
-        ring = torch.cat((self.latest, self.latest.new_zeros(1, self.latest.shape[1])))
-        states.conv[slot] = ring.roll((self.tokens + 1) % kernel, dims=0)
-        states.recurrent[slot] = self.recurrent
+        ring, count = states.conv[slot], self.latest.shape[0]
+        first = (self.tokens - count) % ring.shape[0]
+        end = min(count, ring.shape[0] - first)  # of those before the ring's end is passed
+        ring[first : first + end], ring[: count - end] = self.latest[:end], self.latest[end:]
+        states.recurrent[slot], states.tokens[slot] = self.recurrent, self.tokens
 
 
 def _no_state(config: DeltaNetConfig, device: torch.device) -> Tensor:

@@ -67,6 +67,18 @@ def make(random_model: RandomModel, build_engine: BuildEngine) -> Make:
     return Make(random_model("llama", **SHAPE, **HEADS), build_engine)
 
 
+@pytest.fixture(scope="module")
+def models(make: Make, hybrid: Make) -> dict[str, Make]:
+    return {"llama": make, "hybrid": hybrid}
+
+
+@pytest.fixture(scope="module")
+def hybrid(random_model: RandomModel, build_engine: BuildEngine) -> Make:
+    """Two layers have rows, and the one between them a state."""
+    kinds = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}
+    return Make(random_model("qwen3_5", **SHAPE | kinds, **HEADS), build_engine)
+
+
 def answers(engine: Engine, requests: Sequence[Request], *, preempted: bool = False) -> list[Answer]:
     """Tokens, what came with them, and the reason of the end of each request; `preempted`: some steps take out one of them."""
     ids, outputs, steps = [engine.submit(request) for request in requests], list[StepOutput](), 0
@@ -120,8 +132,42 @@ def test_answers_are_those_without_drafts(method: str, kernels: str, make: Make)
 
 
 @pytest.mark.parametrize("method", SPECULATING)
+def test_rejected_tokens_leave_nothing_in_states(method: str, hybrid: Make) -> None:
+    """Nor are accepted ones applied in another order, or by other operations, than without drafts: all bits are the same."""
+    (whole,) = answers(hybrid(method), [STOPPING])
+    requests = [*REQUESTS, replace(STOPPING, stop_words=(whole[0][40:43],))]
+    expected = answers(hybrid(method), requests)
+    for acceptance in (0.0, 0.7, 1.0):
+        engine = hybrid(method, 40, Speculation())
+        engine.make_drafter = drafts_of(requests, expected, acceptance)
+        assert answers(engine, requests) == expected
+
+
+def test_mixtures_with_states_verify(random_model: RandomModel, build_engine: BuildEngine) -> None:
+    """In bfloat16, where what an expert computes for a row does not depend on how many rows choose it."""
+    shape = SHAPE | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    make = Make(random_model("qwen3_next", **shape, **HEADS), build_engine)
+    expected = answers(make("nested", 40, None, "--dtype", "bfloat16"), REQUESTS)
+    engine = make("nested", 40, Speculation(), "--dtype", "bfloat16")
+    engine.make_drafter = drafts_of(REQUESTS, expected, 0.8)
+    assert answers(engine, REQUESTS) == expected
+
+
+@pytest.mark.parametrize("method", SPECULATING)
 def test_preempted_requests_and_reused_beginnings(method: str, make: Make) -> None:
     """Whoever goes on where he was, and whoever begins with another's rows, finds what tokens that were accepted have left."""
+    check_reuse(method, make)
+
+
+@pytest.mark.parametrize("method", ["full", "nested"])
+def test_states_that_are_reused_have_what_was_accepted(method: str, hybrid: Make) -> None:
+    """Requests go on from snapshots of where others ended, in the middle of drafts."""
+    engine = check_reuse(method, hybrid)
+    assert engine._prefixes.counts.reused_tokens > 3000, "up to where the first requests ended"
+
+
+def check_reuse(method: str, make: Make) -> Engine:
+    """Returns the engine of the requests that go on from what others have left."""
     expected = answers(make(method), REQUESTS)
     engine = make(method, 40, Speculation())
     engine.make_drafter = drafts_of(REQUESTS, expected, 0.8)
@@ -137,11 +183,15 @@ def test_preempted_requests_and_reused_beginnings(method: str, make: Make) -> No
     engine.make_drafter = drafts_of([*first, *longer], [*expected[:3], *after], 0.8)
     answers(engine, first)
     assert answers(engine, longer) == after
+    return engine
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.8])
-def test_engines_that_run_ahead_collect_before_they_draft(acceptance: float, make: Make) -> None:
+@pytest.mark.parametrize(("model", "acceptance"), [("llama", 0.0), ("llama", 0.8), ("hybrid", 0.8)])
+def test_engines_that_run_ahead_collect_before_they_draft(
+    model: str, acceptance: float, models: dict[str, Make]
+) -> None:
     """Drafts follow the tokens of the step before; requests that nobody watches get theirs at the end."""
+    make = models[model]
     expected = answers(make("nested"), REQUESTS)
     engine = make("nested", 40, Speculation())
     engine.make_drafter = drafts_of(REQUESTS, expected, acceptance)
@@ -157,10 +207,10 @@ def test_engines_that_run_ahead_collect_before_they_draft(acceptance: float, mak
     assert (sequence.statistics.accepted_tokens > 10) == (acceptance > 0)
 
 
-@pytest.mark.parametrize("method", ["full", "flat"])
-def test_the_decoder_of_a_gpu_verifies(method: str, make: Make) -> None:
+@pytest.mark.parametrize(("model", "method"), [("llama", "full"), ("llama", "flat"), ("hybrid", "flat")])
+def test_the_decoder_of_a_gpu_verifies(model: str, method: str, models: dict[str, Make]) -> None:
     """PyTorch in place of kernels: rows of a slot in one batch, padding, greedy tokens and draws, evictions ahead of time."""
-    directory = make.directory(method, "--kernels", "reference")
+    directory = models[model].directory(method, "--kernels", "reference")
     expected, tokenizer = answers(Engine.load(directory), REQUESTS), Tokenizer(directory)
     decoder = make_decoder(directory)
     engine = Engine(decoder.config, decoder, tokenizer, speculation=Speculation())
@@ -181,8 +231,9 @@ def test_layers_with_windows_verify(device: str, random_model: RandomModel, buil
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_two_ranks_verify(make: Make) -> None:
-    directory = make.directory("nested", "--tp_size", "2")
+@pytest.mark.parametrize("model", ["llama", "hybrid"])
+def test_two_ranks_verify(model: str, models: dict[str, Make]) -> None:
+    directory = models[model].directory("nested", "--tp_size", "2")
     with closing(Engine.load(directory)) as plain:
         expected = answers(plain, REQUESTS)
     with closing(Engine.load(directory, speculation=Speculation())) as engine:
@@ -276,7 +327,7 @@ def test_who_cannot_speculate_says_so(make: Make) -> None:
     with pytest.raises(ConfigError, match="left out on a GPU with max_batch_size = 1"):
         check_speculation(config, Speculation())
     for values, message in (
-        (("medusa",), "speculation = 'medusa': must be 'ngram'"),
+        (("medusa",), "speculation = 'medusa': must be one of"),
         (("ngram", 8), r"num_speculative_tokens = 8: must be in \[1, 7\]"),
         ((None, 3), "num_speculative_tokens = 3: must be left out without speculation"),
     ):

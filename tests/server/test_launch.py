@@ -138,7 +138,7 @@ def test_a_start_needs_time(tmp_path: Path, seconds: float) -> None:
         ("hang_seconds", "1", "--hang_seconds = 1.0: must be >= 5 and <= 604800, a week; 60 is the default"),
         ("restarts", "-1", "--restarts = -1: must be >= 0; 0 ends the server when a process dies"),
         ("threads", "0", "--threads = 0: must be >= 1; or leave it out"),
-        ("speculation", "medusa", "--speculation = 'medusa': must be 'ngram'; leave it out for none"),
+        ("speculation", "medusa", "--speculation = 'medusa': must be one of ('ngram', 'mtp'); leave it out for none"),
         ("num_speculative_tokens", "3", "--num_speculative_tokens = 3: must be left out without speculation"),
     ],
 )

@@ -109,7 +109,7 @@ def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
     whole = heads * dense_on_host * step.retrieval * row
     return Work(
         weights=float(matrix_bytes(config, step.batch)),
-        states=2.0 * step.batch * slot_state_bytes(model, getattr(torch, config.dtype)),
+        states=2.0 * step.batch * slot_state_bytes(model, getattr(torch, config.dtype), 0),
         scan=heads * selecting * costs.index_bytes,
         rerank=heads * selecting * costs.rerank_bytes + keys * (selecting - on_host) * row / 2,
         device_rows=at_home * row + heads * step.window * layers * window_row,

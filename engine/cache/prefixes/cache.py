@@ -418,8 +418,8 @@ class PrefixCache:
             try:
                 if leaves_window and count <= self._reach:
                     self._keep(slot, tokens, salt, session)
-                    if self.cache.states is not None and self.cache.tokens[slot] == count:
-                        self.cache.states.take(slot, count)
+                    if self.cache.states is not None:
+                        self.cache.states.take(slot, count, self.cache.tokens[slot])
                     self._keep_states(slot, tokens, salt)
                     self._write(tokens, salt)
             except (MemoryError, RuntimeError) as error:  # the request has ended well, and the others go on

@@ -8,6 +8,7 @@ float32, rounded once where a value is stored.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,32 +119,42 @@ class LayerKernels(CompiledOperations):
     def delta_step(
         self, qkvz: Tensor, ba: Tensor, batch: Batch, parameters: DeltaParameters, states: DeltaStates
     ) -> Tensor:
+        out = qkvz.new_empty(batch.size, parameters.config.values)
+        given = {"qkvz": self._address("qkvz", qkvz), "ba": self._address("ba", ba), "out": out.data_ptr()}
+        self._advance(batch, parameters, states, given)
+        return out
+
+    def catch_up(self, batch: Batch, parameters: DeltaParameters, states: DeltaStates) -> None:
+        self._advance(batch, parameters, states, {})
+
+    def _advance(
+        self, batch: Batch, parameters: DeltaParameters, states: DeltaStates, given: Mapping[str, int]
+    ) -> None:
         config = parameters.config
         columns = -(-config.value_head_dim // WARP) * WARP
         segments = DELTA_THREADS // columns
-        out = qkvz.new_empty(batch.size, config.values)
         arguments = DeltaStepArguments(
-            qkvz=self._address("qkvz", qkvz),
-            ba=self._address("ba", ba),
             requests=self._address("requests", batch.requests, torch.int32),
             weight=self._address("conv", parameters.conv),
             a_log=self._address("a_log", parameters.a_log, torch.float32),
             dt=self._address("dt", parameters.dt, torch.float32),
             norm=self._address("norm", parameters.norm),
             conv=self._address("states.conv", states.conv),
+            gates=self._address("states.gates", states.gates),
             recurrent=self._address("states.recurrent", states.recurrent, torch.float32),
-            out=out.data_ptr(),
+            tokens=self._address("states.tokens", states.tokens, torch.int32),
             key_heads=config.num_key_heads,
             value_heads=config.num_value_heads,
             key_dim=config.key_head_dim,
             value_dim=config.value_head_dim,
             kernel=config.conv_kernel,
+            ring=states.conv.shape[1],
             columns=columns,
             rows=-(-config.key_head_dim // segments),
             epsilon=parameters.epsilon,
+            **given,
         )
         self._launch("kvseek_delta_step", (config.num_value_heads, batch.size, 1), segments * columns, arguments)
-        return out
 
     def append(self, keys: Tensor, values: Tensor, batch: Batch, window: Tensor) -> None:
         """Write keys, which are rotated already, and values [batch, G, D] to a layer's window, as `rope_append` does."""

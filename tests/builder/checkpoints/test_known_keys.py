@@ -283,7 +283,7 @@ def set_key(path: Path, key: str, value: Any, kind: Any) -> None:
 
 
 # Fields that are compared otherwise than by their values, or not (docstring of check_effective_config).
-NOT_BY_VALUE = {"rope_scaling", "eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings"}
+NOT_BY_VALUE = {"rope_scaling", "eos_token_ids", "bos_token_id", "pad_token_id", "max_position_embeddings", "mtp"}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0] * 16,

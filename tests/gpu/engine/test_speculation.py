@@ -23,14 +23,21 @@ def speculates(method: str) -> bool:
     return traits.verifies_drafts and traits.prefix_reuse == "entries"
 
 
+MODELS = {
+    "llama": {},
+    "qwen3_next": {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
+}
+
+
 @pytest.mark.parametrize("offload", ["always", "never"])
+@pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("name", [name for name, (method, _) in SPARSE.items() if speculates(method)])
 def test_answers_are_those_without_drafts(
-    name: str, offload: str, random_model: RandomModel, on_gpu: BuildEngine
+    name: str, architecture: str, offload: str, random_model: RandomModel, on_gpu: BuildEngine
 ) -> None:
-    """With rows in host memory steps that verify do without hot rows, which others go on to use."""
+    """With rows in host memory steps that verify do without hot rows, which others go on to use; states in all that do."""
     method, few = SPARSE[name]
-    model = random_model("llama", **SHAPE, **HEADS, head_dim=64)
+    model = random_model(architecture, **SHAPE | MODELS[architecture], **HEADS, head_dim=64)
     directory = on_gpu(model, method, *WINDOW, *LIMITS, *few, "--dtype", "bfloat16")
     expected = answers(load_changed(directory, {"offload": offload}), LONGER)
     for acceptance in (0.0, 0.7, 1.0):

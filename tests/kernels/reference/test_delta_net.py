@@ -36,11 +36,11 @@ def test_a_prompt_is_as_many_steps(config: DeltaNetConfig, decay: float) -> None
     begun = DeltaPrompt.begin(config, torch.float32, torch.device("cpu"))
     out, (end,) = read_prompts(qkvz, ba, [begun], [150], parameters)
     torch.testing.assert_close(out, torch.cat(steps), rtol=1e-4, atol=1e-4)
-    kept = DeltaPrompt.of_slot(states, 1, 150)
+    kept = DeltaPrompt.of_slot(states, 1, 150, config.conv_kernel)
     assert torch.equal(end.latest, kept.latest)
     torch.testing.assert_close(end.recurrent, kept.recurrent, rtol=1e-4, atol=1e-4)
     end.write(states, 4)
-    again = DeltaPrompt.of_slot(states, 4, 150)
+    again = DeltaPrompt.of_slot(states, 4, 150, config.conv_kernel)
     assert torch.equal(again.latest, end.latest)
     assert torch.equal(again.recurrent, end.recurrent)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import random
+
 import pytest
 import torch
 from tests.conftest import BuildEngine, RandomModel
@@ -13,6 +16,7 @@ from kvseek.bench.methods import load_kernels
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.batch import Batch, RequestState
+from kvseek.core.config import MOST_DRAFTED
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.model_config import DeltaNetConfig, ModelConfig
 from kvseek.engine.engine import Engine
@@ -71,19 +75,22 @@ def draw(config: DeltaNetConfig, dtype: torch.dtype, device: str) -> tuple[Delta
     parameters = DeltaParameters(
         config, conv, normal(heads) - 1, normal(heads), normal(config.value_head_dim).to(dtype), EPSILON
     )
-    recurrent = normal(SLOTS, heads, config.key_head_dim, config.value_head_dim) / 4
-    return parameters, DeltaStates(normal(SLOTS, config.conv_kernel, config.channels).to(dtype), recurrent)
+    states = DeltaStates.zeros(config, SLOTS, config.conv_kernel + MOST_DRAFTED, dtype, torch.device(device))
+    states.recurrent.copy_(normal(*states.recurrent.shape) / 4)
+    states.conv.copy_(normal(*states.conv.shape))
+    states.tokens.copy_(7 * torch.arange(SLOTS)[:, None])
+    return parameters, states
 
 
 def check_steps(kernels: CudaKernels, config: DeltaNetConfig, dtype: torch.dtype, device: str) -> None:
     """Several steps of requests in other slots than their numbers, and of a batch's padding."""
     ops = LayerKernels(kernels, model_of(config), dtype, torch.empty(0, device=device).device, SLOTS)
     parameters, states = draw(config, dtype, device)
-    copies = DeltaStates(states.conv.clone(), states.recurrent.clone())
+    copies = copy.deepcopy(states)
     source = torch.Generator().manual_seed(4)
     for step in range(6):
         slots = (3, 0, 1)[: 1 + step % 3]
-        requests = [RequestState(slot=slot, position=7 * slot + step, length=0) for slot in slots]
+        requests = [RequestState(slot=slot, position=int(copies.tokens[slot, 0]), length=0) for slot in slots]
         batch = Batch.of(requests, torch.zeros(SLOTS, 1, dtype=torch.int32, device=device))
         shapes = (len(slots), config.channels + config.values), (len(slots), 2 * config.num_value_heads)
         qkvz, ba = (torch.randn(shape, generator=source).to(device, dtype) for shape in shapes)
@@ -91,11 +98,56 @@ def check_steps(kernels: CudaKernels, config: DeltaNetConfig, dtype: torch.dtype
         expected = delta_step(qkvz, ba, batch, parameters, copies)
         scale = float(expected.abs().max())
         torch.testing.assert_close(found, expected, rtol=ROUNDING[dtype], atol=ROUNDING[dtype] * scale)
-        assert torch.equal(states.conv, copies.conv)
+        for name in ("conv", "gates", "tokens"):
+            assert torch.equal(getattr(states, name), getattr(copies, name))
         torch.testing.assert_close(states.recurrent, copies.recurrent, rtol=STATE, atol=STATE)
     untouched = draw(config, dtype, device)[1]
     for slot in (2, 4):
         assert torch.equal(states.recurrent[slot], untouched.recurrent[slot]), "no request has the slot"
+
+
+def check_drafts(kernels: CudaKernels, config: DeltaNetConfig, dtype: torch.dtype, device: str) -> None:
+    """Tokens that come as drafts, and are accepted or not, against steps of one token: all bits are the same.
+
+    Two slots have drafts of other lengths in one batch, behind a third slot that has none.
+    """
+    ops = LayerKernels(kernels, model_of(config), dtype, torch.empty(0, device=device).device, SLOTS * 8)
+    parameters, states = draw(config, dtype, device)
+    states.tokens.fill_(9)
+    copies = copy.deepcopy(states)
+    source, chance = torch.Generator().manual_seed(7), random.Random(7)
+    table = torch.zeros(SLOTS, 1, dtype=torch.int32, device=device)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source).to(device, dtype)
+
+    def batch_of(rows: list[tuple[int, int]]) -> Batch:
+        return Batch.of([RequestState(slot=slot, position=position, length=0) for slot, position in rows], table)
+
+    lengths = dict.fromkeys((4, 1, 2), 9)
+    for _ in range(8):
+        counts = {4: 1, 1: 1 + chance.randint(0, MOST_DRAFTED), 2: 1 + chance.randint(0, 3)}
+        rows = [(slot, lengths[slot] + number) for slot, count in counts.items() for number in range(count)]
+        qkvz, ba = normal(len(rows), config.channels + config.values), normal(len(rows), 2 * config.num_value_heads)
+        found = ops.delta_step(qkvz, ba, batch_of(rows), parameters, states)
+        for slot, count in counts.items():
+            accepted = chance.randint(1, count)
+            for row in [rows.index((slot, lengths[slot] + number)) for number in range(accepted)]:
+                one = ops.delta_step(qkvz[row, None], ba[row, None], batch_of(rows[row : row + 1]), parameters, copies)
+                assert torch.equal(one[0], found[row])
+            lengths[slot] += accepted
+    ops.catch_up(batch_of(list(lengths.items())), parameters, states)
+    assert torch.equal(states.recurrent, copies.recurrent)
+    assert torch.equal(states.tokens, copies.tokens)
+    for slot, tokens in lengths.items():
+        assert torch.equal(*(one.latest(slot, tokens, config.conv_kernel) for one in (states, copies)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_drafts(config: DeltaNetConfig, dtype: str) -> None:
+    kernels = load_kernels(Specialisation(dtype, 64, 1, "full", delta_net=True))
+    check_drafts(kernels, config, DTYPES[dtype], "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

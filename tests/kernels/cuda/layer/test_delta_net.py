@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
+import torch
 from tests.gpu.kernels.layer import test_delta_net as checks
 from tests.support.emulated_kernels import emulated_delta_net
 
@@ -18,3 +19,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("config", checks.CONFIGS, ids=str)
 def test_step(config: DeltaNetConfig, dtype: str) -> None:
     checks.check_steps(cast("CudaKernels", emulated_delta_net(dtype)), config, checks.DTYPES[dtype], "cpu")
+
+
+@pytest.mark.parametrize("config", checks.CONFIGS, ids=str)
+def test_drafts(config: DeltaNetConfig) -> None:
+    checks.check_drafts(cast("CudaKernels", emulated_delta_net("bfloat16")), config, torch.bfloat16, "cpu")
