@@ -364,8 +364,15 @@ class ModelConfig:
             experts = dataclasses.replace(experts, dense_layers=tuple(n for n in experts.dense_layers if n < count))
         windows = tuple(layer for layer in self.window_layers if layer < count)
         window = self.sliding_window if windows or not self.window_layers else None
-        own = dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts, mtp=False)
-        return dataclasses.replace(own, sliding_window=window, window_layers=windows)
+        return dataclasses.replace(
+            self,
+            num_layers=count,
+            delta_net=states,
+            experts=experts,
+            mtp=False,
+            sliding_window=window,
+            window_layers=windows if len(windows) < count else (),
+        )
 
     def with_row_layers(self, count: int) -> ModelConfig:
         """Return a model of so many layers, which all have rows: what is kept of rows is the same for both."""
