@@ -32,7 +32,7 @@ from kvseek.builder.printing import Advance, Column, table
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError, from_dict, require
 from kvseek.core.model_config import ModelConfig
-from kvseek.core.rope import RotaryEmbedding
+from kvseek.core.rope import LocalRotation, RotaryEmbedding
 from kvseek.core.weight_only import HEAD, INT4, NONE, QUANTISED
 from kvseek.engine.draws.sampling import overflow_remedy
 from kvseek.engine.model.cpu import HostProducts, bfloat16_works
@@ -239,7 +239,8 @@ class WindowedText:
         record : dict of str to Tensor, optional
             Receives the sums of the squares of each input of the layers' matrices, [1 or experts, inputs], by the names of these.
         """
-        hidden = F.embedding(self.ids, embedding).to(self.device)
+        hidden = F.embedding(self.ids, embedding).to(self.device) * self.model.embedding_scale
+        local = LocalRotation(self.model, self.device) if self.model.local_rope_theta is not None else None
         rope, kv_heads, dim = RotaryEmbedding(self.model, self.device), self.model.num_kv_heads, self.model.head_dim
         attention = causal_attention_device if self.device.type == "cuda" else causal_attention
         for number in range(self.model.num_layers):
@@ -259,9 +260,11 @@ class WindowedText:
                     continue
                 keys, values = x.new_empty(2, kv_heads, tokens, dim)
                 qkv, rotation = layer.project(self._ops, x, None, prompt=True), rope(0, tokens, tokens)
+                if local is not None and self.model.window_of(number) is not None:
+                    rotation = local(torch.arange(tokens, device=self.device))
                 q = self._ops.rope_prompt(qkv, rotation, keys, values, 0, layer.q_norm, layer.k_norm)
-                attended = layer.gate(attention(q.transpose(0, 1), keys, values, dim**-0.5).flatten(1), qkv)
-                x += layer.finish(self._ops, x, attended, prompt=True)
+                out = attention(q.transpose(0, 1), keys, values, self.model.scaling, self.model.window_of(number))
+                x += layer.finish(self._ops, x, layer.gate(out.flatten(1), qkv), prompt=True)
                 advance(1)
             del layer  # before the next one is read
         return hidden

@@ -426,7 +426,7 @@ def _notes(search: FitSearch) -> list[str]:
     if search.model.max_position_embeddings > search.reach:
         notes.append(f"The model reaches {search.reach:,} tokens: a build refuses a larger --max_seq_len.")
     notes += search.notes
-    if search.model.delta_net is not None and reuses_prefixes(search.asked):
+    if search.model.without_rows is not None and reuses_prefixes(search.asked):
         most = readable(search.asked.cache.reuse_state_bytes)
         notes.append(f"States that are kept for later requests take up to {most} of host memory besides.")
     if search.asked.dtype == "float32":

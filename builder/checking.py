@@ -394,7 +394,7 @@ def hugging_face_config(model: ModelConfig) -> Any:
     import transformers
 
     names = {ours: theirs for theirs, ours in ARCHITECTURES.items() if theirs != "MistralForCausalLM"}
-    kind = "TextConfig" if model.architecture.startswith("qwen3_5") else "Config"
+    kind = "TextConfig" if model.architecture.startswith(("qwen3_5", "gemma3")) else "Config"
     config_class = getattr(transformers, names[model.architecture].replace("ForCausalLM", kind))
     experts, states = model.experts, model.delta_net
     mixture: dict[str, Any] = {"num_experts": 0} if model.architecture == "qwen3_next" else {}
@@ -409,6 +409,10 @@ def hugging_face_config(model: ModelConfig) -> Any:
             "linear_attention" if model.has_state(layer) else "full_attention" for layer in range(model.num_layers)
         ]
         mixture |= {"layer_types": kinds, **{key: getattr(states, name) for name, key in DELTA_KEYS.items()}}
+    if model.window_layers:
+        kinds = [f"{'sliding' if model.window_of(n) else 'full'}_attention" for n in range(model.num_layers)]
+        mixture |= {"layer_types": kinds, "sliding_window": model.sliding_window}
+        mixture |= {} if model.post_norms else {"use_sliding_window": True}
     same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps", "max_position_embeddings")
     biases = {"attention_bias": model.output_bias} | ({"mlp_bias": True} if model.mlp_bias else {})
     rope: dict[str, Any] = {"rope_type": "default"}
@@ -417,6 +421,12 @@ def hugging_face_config(model: ModelConfig) -> Any:
         rope = {"rope_type": scaling.pop("kind"), **scaling}
     if states is not None:
         rope["partial_rotary_factor"] = (model.rotary_dim or model.head_dim) / model.head_dim
+    rope = {"rope_theta": model.rope_theta, **rope}
+    if model.post_norms:
+        local = {"rope_theta": model.local_rope_theta or model.rope_theta, "rope_type": "default"}
+        rope = {"full_attention": rope, "sliding_attention": local}
+        mixture |= {"query_pre_attn_scalar": model.attention_scalar}
+        mixture |= {} if model.window_layers else {"layer_types": ["full_attention"] * model.num_layers}
     return config_class(
         **{name: getattr(model, name) for name in same},
         num_hidden_layers=model.num_layers,
@@ -425,7 +435,7 @@ def hugging_face_config(model: ModelConfig) -> Any:
         **biases,
         **mixture,
         tie_word_embeddings=model.tie_word_embeddings,
-        rope_parameters={"rope_theta": model.rope_theta, **rope},
+        rope_parameters=rope,
     )
 
 

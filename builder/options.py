@@ -80,7 +80,7 @@ class EngineOptions:
         method = get_method(self.method)
         fields, cache = method.preset(self.preset)
         settings = method.configure(fields | self.method_config)
-        reach = min(model.max_position_embeddings, model.sliding_window or MOST_POSITIONS)
+        reach = min(model.max_position_embeddings, model.whole_window or MOST_POSITIONS)
         if self.choices["runtime"] == "tensorrt":
             reach = min(reach, model.short_reach)
         limits: dict[str, Any] = {"max_seq_len": min(reach, DEFAULT_MAX_SEQ_LEN), **self.limits}
@@ -143,7 +143,7 @@ def _refuse_dense_sizes(config: EngineConfig) -> None:
         value, limit = getattr(own, name), f"< max_input_len = {config.max_input_len}"
         require(value < config.max_input_len, f"block_sparse.{name}", value, limit, remedy)
     layers, value = len(config.model.row_layers), own.dense_layers
-    of_rows = "" if config.model.delta_net is None else " that attend"
+    of_rows = "" if config.model.without_rows is None else " that attend"
     require(value < layers, "block_sparse.dense_layers", value, f"< num_layers{of_rows} = {layers}", remedy)
 
 

@@ -150,6 +150,20 @@ class Batch:
         """Retrieval tokens of each request."""
         return self._listed("length")
 
+    def in_rings(self, window: int, rows: int) -> Batch:
+        """Make the batch of the same requests over rings alone, in which position p has row p mod `rows`.
+
+        Each request attends to its latest `window` tokens, densely. No number is read back from a GPU.
+        """
+        requests, position = self.requests.clone(), self.requests[:, COLUMNS["position"]]
+        first = (position + 1 - window).clamp(min=0)
+        places = {"write_row": position % rows, "ring_first": first % rows, "ring_rows": position + 1 - first}
+        for name, numbers in places.items():
+            requests[:, COLUMNS[name]] = numbers
+        for name, number in (("sink_rows", 0), ("length", 0), ("dense", 1)):
+            requests[:, COLUMNS[name]] = number
+        return Batch(requests, self.table, self.latest)
+
     def subset(self, requests: Sequence[int]) -> Batch:
         """Make the batch of some of the requests, given by their numbers in this batch."""
         return Batch(self.requests[list(requests)], self.table)

@@ -19,6 +19,7 @@ from .model_config import ModelConfig
 
 FORMAT_VERSION = 3  # the format of engine directories
 CONFIG_FILE = "config.json"
+MOST_DRAFTED = 7  # tokens behind a request's latest one in a step (engine/speculation.py): eight rows are a small batch
 EXTENT_TOKENS = 1024  # tokens in one extent of the row pool and of every index array
 # Values of weight_only_precision: integers that share their scales in groups.
 GROUPED = ("int4", "int8_groups", "int8_asymmetric")
@@ -286,9 +287,11 @@ class EngineConfig:
         require(fits, "max_seq_len", self.max_seq_len, limit, self._why_no_further())
         self._check_experts()
         self._check_states()
-        window = self.model.sliding_window
+        fits = self.runtime == "torch" or self.model.architecture != "gemma3"
+        require(fits, "runtime", self.runtime, "'torch' with Gemma", "plans have no such: leave --runtime out")
+        window = self.model.whole_window
         within = window is None or self.max_seq_len <= window
-        remedy = f"attention here has no sliding window: build with --max_seq_len {window}, or use another checkpoint"
+        remedy = f"all layers have a sliding window: build with --max_seq_len {window}, or use another checkpoint"
         require(within, "max_seq_len", self.max_seq_len, f"<= sliding_window = {window}", remedy)
         short = self.model.short_reach
         within = self.runtime == "torch" or self.max_seq_len <= short
@@ -310,7 +313,8 @@ class EngineConfig:
 
     def _check_states(self) -> None:
         """Refuse what layers with states are not computed with."""
-        if self.model.delta_net is None:
+        layers = self.model.without_rows
+        if layers is None:
             for name in ("reuse_state_tokens", "reuse_state_bytes"):
                 value, usual = getattr(self.cache, name), getattr(CacheConfig, name)
                 limit = f"left out with architecture = {self.model.architecture!r}"
@@ -319,13 +323,13 @@ class EngineConfig:
         fits, remedy = not self.model.mtp or (self.device == "cpu" and self.tp_size == 1), "leave it out"
         limit = "left out on cuda and with tp_size > 1: one process drafts with it, on the CPU"
         require(fits, "mtp", self.model.mtp, limit, remedy)
-        limit = "'torch' with Gated DeltaNet layers"
+        limit = f"'torch' with {layers}"
         require(self.runtime == "torch", "runtime", self.runtime, limit, "plans have no such: leave --runtime out")
-        value, remedy = self.cache.cached_prefill, "their states follow a prompt's blocks: leave it out"
-        require(value == "dense", "cache.cached_prefill", value, "'dense' with Gated DeltaNet layers", remedy)
+        value, remedy = self.cache.cached_prefill, "what they keep follows a prompt's blocks: leave it out"
+        require(value == "dense", "cache.cached_prefill", value, f"'dense' with {layers}", remedy)
         fits, limit = (
             self.tp_size == 1 or not self.cache.reuse,
-            "false, or left out, with Gated DeltaNet layers and tp_size > 1",
+            f"false, or left out, with {layers} and tp_size > 1",
         )
         require(fits, "cache.reuse", self.cache.reuse, limit, "ranks keep no states for later requests: leave it out")
 

@@ -10,7 +10,8 @@ from .errors import require
 
 CHECK_CONFIG = "check what the checkpoint states of the model, in config.json or a GGUF file's metadata"
 HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # architectures of which some layers keep a state instead of rows
-MODEL_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", *HYBRIDS)  # of ModelConfig
+MODEL_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma3", *HYBRIDS)  # of ModelConfig
+ACTIVATIONS = ("silu", "gelu_tanh")  # of ModelConfig
 MOST_EXPERTS, MOST_CHOSEN = 512, 32  # of a layer, and of those for a token: what a block of the GPU's router takes
 MOST_POSITIONS = 2**31 - 1  # far beyond any model, and what a 32-bit integer holds
 MOST_SIZE = 2**24  # of a vocabulary or a layer; many times more than any published model has
@@ -190,7 +191,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     sliding_window: int | None = None
-    """Tokens that the model's attention reaches back, itself included; None: all."""
+    """Tokens that attention with a window reaches back, itself included; None: no layer has one."""
+    window_layers: tuple[int, ...] = ()
+    """Layers with this window, ascending, which keep rows of so many tokens; none: all have it, and max_seq_len is within it."""
     experts: ExpertsConfig | None = None
     """None: every layer has one MLP, of intermediate_size."""
     rotary_dim: int | None = None
@@ -203,6 +206,16 @@ class ModelConfig:
     """None: every layer attends."""
     mtp: bool = False
     """Whether a hybrid has its multi-token-prediction head, which drafts (engine/model/mtp.py)."""
+    activation: str = "silu"
+    """One of ACTIVATIONS, of the gates of MLPs; gelu_tanh is GELU by its approximation with a tanh."""
+    post_norms: bool = False
+    """Whether what attention and the MLP give is normalised before it is added to the residual stream."""
+    embedding_scale: float = 1.0
+    """Factor of embeddings, which the head does not have if it is tied."""
+    attention_scalar: float | None = None
+    """Scores are divided by the square root of this; None: of head_dim."""
+    local_rope_theta: float | None = None
+    """RoPE's base in layers of window_layers, where rope_scaling does not count; None: rope_theta, with the scaling."""
 
     def __post_init__(self) -> None:
         known, own = MODEL_ARCHITECTURES, self.architecture
@@ -230,14 +243,19 @@ class ModelConfig:
         require(divides, "num_kv_heads", self.num_kv_heads, limit, CHECK_CONFIG)
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even", "RoPE rotates pairs of channels")
         self._check_scaling()
-        window = self.sliding_window
-        require(window is None or window > 0, "sliding_window", window, "> 0 or null", CHECK_CONFIG)
+        self._check_windows()
         _require_positive("rms_norm_eps", self.rms_norm_eps)
         finite = 1 < self.rope_theta < math.inf
         require(finite, "rope_theta", self.rope_theta, "finite and > 1", CHECK_CONFIG)
         reach, name = self.max_position_embeddings, "max_position_embeddings"
         require(0 < reach <= MOST_POSITIONS, name, reach, f"between 1 and {MOST_POSITIONS}", CHECK_CONFIG)
         self._check_tokens()
+        own, limit = self.activation, f"one of {ACTIVATIONS}"
+        require(own in ACTIVATIONS, "activation", own, limit, "use another checkpoint")
+        for name in ("embedding_scale", "attention_scalar"):
+            _require_positive(name, getattr(self, name))
+        base = self.local_rope_theta
+        require(base is None or 1 < base < math.inf, "local_rope_theta", base, "finite and > 1, or null", CHECK_CONFIG)
 
     def _check_states(self) -> None:
         """Refuse layers with states in a decoder that has none, or that no layer is left without."""
@@ -257,6 +275,16 @@ class ModelConfig:
         limit = f"ascending, of layers 0 to {self.num_layers - 1}, and not all of these"
         remedy = "a layer that attends is needed: use another checkpoint"
         require(fits, "delta_net.layers", numbers, limit, remedy)
+
+    def _check_windows(self) -> None:
+        """Refuse windows of no size, and of layers that are not there, have a state, or leave none without a window."""
+        window, numbers = self.sliding_window, self.window_layers
+        require(window is None or window > 0, "sliding_window", window, "> 0 or null", CHECK_CONFIG)
+        fits = not numbers or (window is not None and self.delta_net is None)
+        require(fits, "window_layers", numbers, "left out without sliding_window, or with states", CHECK_CONFIG)
+        fits = sorted(set(numbers)) == list(numbers) and set(numbers) < set(range(self.num_layers))
+        limit = f"ascending, of layers 0 to {self.num_layers - 1}, and not all of these"
+        require(fits, "window_layers", numbers, limit, "leave them out if all layers have a window")
 
     def _check_scaling(self) -> None:
         """Refuse a scaling that does not fit the heads."""
@@ -300,10 +328,32 @@ class ModelConfig:
         """Whether a layer keeps a state instead of rows."""
         return self.delta_net is not None and layer in self.delta_net.layers
 
+    def window_of(self, layer: int) -> int | None:
+        """Return how many of the latest tokens a layer attends to, whose rows alone it keeps; None: to all."""
+        return self.sliding_window if layer in self.window_layers else None
+
+    @property
+    def scaling(self) -> float:
+        """The softmax scale."""
+        return float((self.attention_scalar or self.head_dim) ** -0.5)
+
     @property
     def row_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that attend and have rows. Cache, indexes and attention number these alone, from 0."""
-        return tuple(layer for layer in range(self.num_layers) if not self.has_state(layer))
+        """Numbers of the layers that attend to all tokens. Cache, indexes and attention number these alone, from 0."""
+        without = self.window_layers if self.delta_net is None else self.delta_net.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in without)
+
+    @property
+    def whole_window(self) -> int | None:
+        """The window of all layers, within which all of them have rows; None: some layer has none."""
+        return None if self.window_layers else self.sliding_window
+
+    @property
+    def without_rows(self) -> str | None:
+        """What the layers are called that have something of one size instead of rows; None: there are no such layers."""
+        if self.delta_net is not None:
+            return "Gated DeltaNet layers"
+        return "sliding windows" if self.window_layers else None
 
     def first_layers(self, count: int) -> ModelConfig:
         """Return the model of the first layers, of which one must attend."""
@@ -312,13 +362,17 @@ class ModelConfig:
             states = dataclasses.replace(states, layers=tuple(layer for layer in states.layers if layer < count))
         if experts is not None:
             experts = dataclasses.replace(experts, dense_layers=tuple(n for n in experts.dense_layers if n < count))
-        return dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts, mtp=False)
+        windows = tuple(layer for layer in self.window_layers if layer < count)
+        window = self.sliding_window if windows or not self.window_layers else None
+        own = dataclasses.replace(self, num_layers=count, delta_net=states, experts=experts, mtp=False)
+        return dataclasses.replace(own, sliding_window=window, window_layers=windows)
 
     def with_row_layers(self, count: int) -> ModelConfig:
         """Return a model of so many layers, which all have rows: what is kept of rows is the same for both."""
         own = "qwen3" if self.delta_net is not None else self.architecture
         experts = self.experts if own == self.architecture else None
-        return dataclasses.replace(self, architecture=own, num_layers=count, experts=experts, delta_net=None, mtp=False)
+        plain = dataclasses.replace(self, delta_net=None, architecture=own, experts=experts)
+        return dataclasses.replace(plain, num_layers=count, sliding_window=None, window_layers=(), mtp=False)
 
     @property
     def mlp_sizes(self) -> dict[str, int]:

@@ -58,7 +58,7 @@ def divided(config: EngineConfig, tp_size: int) -> EngineConfig:
     bounds: dict[str, Any] = {name: getattr(config.cache, name) for name in BOUNDS}
     bounds = {name: None if bound is None else max(1, bound // tp_size) for name, bound in bounds.items()}
     cache = dataclasses.replace(config.cache, **bounds)
-    if config.model.delta_net is not None:  # ranks keep no states for later requests
+    if config.model.without_rows is not None:  # ranks keep no states for later requests
         cache = dataclasses.replace(cache, reuse=False)
     return dataclasses.replace(config, model=rank_model(config.model, tp_size), cache=cache, tp_size=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -51,6 +52,20 @@ class RotaryEmbedding:
         angles = torch.cat([torch.outer(row_positions, frequencies) for frequencies in self._sets])
         factors = self._factors.repeat_interleave(self._size, dim=0)
         self._cos, self._sin = angles.cos() * factors, angles.sin() * factors
+
+
+class LocalRotation:
+    """Cosines and sines in the layers with a sliding window of a model that has a local_rope_theta."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        assert config.local_rope_theta is not None, "the model has one"
+        own = dataclasses.replace(config, rope_theta=config.local_rope_theta, rope_scaling=None)
+        self._frequencies = frequencies(own)[0].to(device)
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        """Return the rotation of tokens at `positions`, integers [tokens]; nothing is read back from a GPU."""
+        angles = torch.outer(positions.float(), self._frequencies)
+        return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

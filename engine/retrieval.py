@@ -96,6 +96,8 @@ class Retrieval:
         One per layer, over the windows and rows of `cache`.
     hot_rows : sequence of HotRows
         The rows that layers on a GPU keep of each slot's last steps; the slot's next prompt makes them invalid.
+    of_rings : sequence of Attention
+        One per layer with a sliding window, over its ring.
 
     Attributes
     ----------
@@ -112,8 +114,10 @@ class Retrieval:
         indexes: Sequence[Index],
         attentions: Sequence[Attention],
         hot_rows: Sequence[HotRows] = (),
+        of_rings: Sequence[Attention] = (),
     ) -> None:
         self.config, self.cache, self.indexes, self.attentions = config, cache, indexes, attentions
+        self.of_rings = of_rings
         self.observer = Observer()
         self.recorder: RowRecorder | None = None
         self.hot_rows = hot_rows
@@ -130,7 +134,7 @@ class Retrieval:
         for one in self.attentions:
             assert isinstance(one, LayerAttention), "engine/loading/indexes.py makes these"
             attentions.append(replace(one, kernel=one.kernel.without_hot_rows()))
-        return Retrieval(self.config, self.cache, self.indexes, attentions)
+        return Retrieval(self.config, self.cache, self.indexes, attentions, of_rings=self.of_rings)
 
     # A prompt: `expect`, then `store_layer` of every layer in order, then `finish_indexes`; `finish_rows` before a step.
 
@@ -230,7 +234,7 @@ class Retrieval:
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
         self.refresh_seconds = 0.0
-        if self.cache.states is not None and len(set(slots)) < len(slots) - MOST_DRAFTED:
+        if self.cache.states is not None and self.cache.states.layers and len(set(slots)) < len(slots) - MOST_DRAFTED:
             most = max(Counter(slots).values())
             if most > 1 + MOST_DRAFTED:
                 raise KvseekError(
@@ -285,6 +289,19 @@ class Retrieval:
         self.observer.selected(layer, queries, batch, selection)
         self.observer.op_launched("select")
         out = index.attend(queries, batch, selection, self.attentions[layer])
+        self.observer.op_launched("attend")
+        return out
+
+    def in_rings(self, batch: Batch) -> Batch:
+        """Make the batch that layers with a sliding window attend for; without such layers it is the same."""
+        states = self.cache.states
+        if states is None or not states.rings:
+            return batch
+        return batch.in_rings(states.window, states.rings[0].shape[2])
+
+    def attend_latest(self, layer: int, queries: Tensor, batch: Batch) -> Tensor:
+        """Attend in a layer with a sliding window, for a batch of `in_rings`: queries [batch, H, D] to outputs of this shape."""
+        out = self.of_rings[layer](queries, batch, None)
         self.observer.op_launched("attend")
         return out
 

@@ -183,7 +183,7 @@ def engine_directories(arguments: argparse.Namespace) -> Iterator[list[tuple[Pat
     beside = WARMUP + arguments.tokens + PART_STEPS + 2
     longest = max(arguments.contexts) + beside
     model = open_checkpoint(arguments.model).config
-    reach = min(model.max_position_embeddings, model.sliding_window or MOST_POSITIONS)
+    reach = min(model.max_position_embeddings, model.whole_window or MOST_POSITIONS)
     if longest > reach:
         limit = f"<= {reach - beside}, as the model reaches {reach} tokens and the steps take {beside}"
         raise ConfigError(f"--contexts = {max(arguments.contexts)}: must be {limit}; lower it, or --tokens")

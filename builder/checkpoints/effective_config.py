@@ -24,11 +24,12 @@ from .model_config import DELTA_KEYS, KINDS, QK_NORM, SHARED_EXPERT, dense_layer
 # model_type → architecture
 ARCHITECTURES = {name: name for name in MODEL_ARCHITECTURES} | {
     "mistral": "llama",
+    "gemma3_text": "gemma3",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
 # Model types in which attention_bias is a bias of the output projection too.
-HAVE_OUTPUT_BIAS = ("llama", "qwen3", "qwen3_moe", *HYBRIDS)
+HAVE_OUTPUT_BIAS = ("llama", "qwen3", "qwen3_moe", "gemma3", *HYBRIDS)
 ALWAYS_BIASED = ("qwen2", "qwen2_moe")  # in query, key and value, unless qkv_bias says otherwise
 SAME_NAMES = ("vocab_size", "hidden_size", "rms_norm_eps", "tie_word_embeddings")
 OTHER_NAMES = {
@@ -40,6 +41,13 @@ OTHER_NAMES = {
 BY_TENSORS = ("qkv_bias", "output_bias", "mlp_bias")
 # Fields that transformers reads from keys which a GGUF file may lack. It takes a default, and kvseek the tensors' shapes.
 BY_KEYS = {"vocab_size": "vocab_size", "head_dim": "rope.dimension_count"}
+OTHERS: dict[str, Any] = {  # of ModelConfig, in models that are no Gemma
+    "activation": "silu",
+    "post_norms": False,
+    "embedding_scale": 1.0,
+    "attention_scalar": None,
+    "local_rope_theta": None,
+}
 STATE = "state the field in config.json so that both read the same, or use another checkpoint"
 USE_DIRECTORY = "use the model's Hugging Face directory"
 
@@ -135,25 +143,53 @@ def effective_values(config: Any) -> dict[str, Any]:
     if kind not in ARCHITECTURES:
         return {"architecture": kind}
     own = ARCHITECTURES[kind]
-    kind = own if own in HYBRIDS else kind
+    kind = own if own in (*HYBRIDS, "gemma3") else kind
     return {
         "architecture": own,
         "intermediate_size": getattr(config, f"{'moe_' * (own == 'qwen3_5_moe')}intermediate_size"),
         **{name: getattr(config, name) for name in SAME_NAMES},
         **{name: getattr(config, theirs) for name, theirs in OTHER_NAMES.items()},
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        "rope_theta": config.rope_parameters.get("rope_theta"),
+        "rope_theta": _rope(config).get("rope_theta"),
         "qkv_bias": getattr(config, "qkv_bias", True) if kind in ALWAYS_BIASED else kind in HAVE_OUTPUT_BIAS and biased,
         "output_bias": kind in HAVE_OUTPUT_BIAS and biased,
         "mlp_bias": kind == "llama" and bool(config.mlp_bias),
         "qk_norm": kind in QK_NORM,
-        "sliding_window": getattr(config, "sliding_window", None) or None,
+        **_windows(config, own),
         "experts": _experts(config, kind) if getattr(config, "num_experts", 0) else None,
         "gated_attention": own in HYBRIDS,
-        "centred_norms": own in HYBRIDS,
+        "centred_norms": own in (*HYBRIDS, "gemma3"),
         "delta_net": _delta_net(config) if kind in HYBRIDS else None,
         "rotary_dim": _rotary_dim(config) if kind in HYBRIDS else None,
+        **(_gemma(config) if kind == "gemma3" else OTHERS),
     }
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """RoPE's parameters of layers that attend to all tokens."""
+    own: dict[str, Any] = config.rope_parameters
+    return own if config.model_type != "gemma3_text" else own["full_attention"]
+
+
+def _gemma(config: Any) -> dict[str, Any]:
+    local = config.rope_parameters["sliding_attention"] if "sliding_attention" in config.layer_types else None
+    return {
+        "activation": {"gelu_pytorch_tanh": "gelu_tanh"}.get(config.hidden_activation, config.hidden_activation),
+        "post_norms": True,
+        "embedding_scale": config.hidden_size**0.5,
+        "attention_scalar": config.query_pre_attn_scalar,
+        "local_rope_theta": None if local is None else local["rope_theta"],
+    }
+
+
+def _windows(config: Any, architecture: str) -> dict[str, Any]:
+    """Return the window, and the layers that have it unless all have."""
+    window = getattr(config, "sliding_window", None) or None
+    if window is None or architecture not in ("qwen2", "qwen3", "gemma3"):
+        return {"sliding_window": window, "window_layers": ()}
+    layers = tuple(layer for layer, kind in enumerate(config.layer_types) if kind == "sliding_attention")
+    whole = len(layers) == config.num_hidden_layers
+    return {"sliding_window": window if layers else None, "window_layers": () if whole else layers}
 
 
 def _experts(config: Any, kind: str) -> ExpertsConfig:
@@ -194,7 +230,8 @@ def _compare_frequencies(model: ModelConfig, config: Any, path: Path) -> None:
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    stated, scaling = config.rope_parameters, model.rope_scaling
+    stated, scaling = _rope(config), model.rope_scaling
+    layers = {"layer_type": "full_attention"} if model.architecture == "gemma3" else {}
     plain = stated["rope_type"] == "default"
     if plain != (scaling is None):
         raise _difference(path, "rope_scaling", scaling, stated, STATE)
@@ -204,7 +241,7 @@ def _compare_frequencies(model: ModelConfig, config: Any, path: Path) -> None:
     for length in sorted({reach, *(border for border in (short, short + 1) if border < reach)}):
         found, factor = frequencies(model, length)
         compute = ROPE_INIT_FUNCTIONS[stated["rope_type"]]
-        theirs, their_factor = compute(config, torch.device("cpu"), seq_len=length)
+        theirs, their_factor = compute(config, torch.device("cpu"), seq_len=length, **layers)
         found = found[: (model.rotary_dim or model.head_dim) // 2]
         same = found.shape == theirs.shape and torch.allclose(found, theirs, rtol=1e-5, atol=0)
         if not same or not math.isclose(factor, their_factor, rel_tol=1e-6):

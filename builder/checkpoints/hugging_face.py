@@ -30,7 +30,9 @@ ADAPTER_FILE = "adapter_config.json"
 LEAVE_OUT = "nothing can draft with it: leave it out"
 DRAFTING = "mtp."  # what tensors of a multi-token-prediction head begin with
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")  # a tensor of one expert
-IMAGES, TEXT = "model.visual.", "model.language_model."  # those of models that also read images
+# What tensors of models that also read images begin with: Qwen's, and Gemma's.
+IMAGES = ("model.visual.", "vision_tower.", "multi_modal_projector.")
+TEXT = {"model.language_model.": "model.", "language_model.model.": "model."}  # and what those of text alone begin with
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -143,7 +145,9 @@ class HuggingFaceCheckpoint(Checkpoint):
                 "lets it draft"
             )
         if self._of_images:
-            notes.append(f"{len(self._of_images)} tensors for images ({IMAGES}*) are left out: --text_only")
+            begins = sorted({one for one in IMAGES for name in self._of_images if name.startswith(one)})
+            named = ", ".join(f"{one}*" for one in begins)
+            notes.append(f"{len(self._of_images)} tensors for images ({named}) are left out: --text_only")
         return notes
 
     def header(self, name: str) -> Header:
@@ -176,8 +180,11 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def _stored_name(self, name: str) -> str:
         """Return the name in the files of a tensor that a model of text alone has under `name`."""
-        own = name.replace("model.", TEXT, 1) if name.startswith("model.") and self._text is not None else name
-        return own if own in self._weight_files[self._files[name]].names else name
+        stored = self._weight_files[self._files[name]].names
+        if self._text is None:
+            return name
+        own = (theirs + name.removeprefix(ours) for theirs, ours in TEXT.items() if name.startswith(ours))
+        return next((one for one in own if one in stored), name)
 
     def _own_tokenizer(self) -> ModelTokenizer:
         remedy = "put the model's tokenizer.json and tokenizer_config.json there, or pass --tokenizer DIR"
@@ -214,7 +221,9 @@ class HuggingFaceCheckpoint(Checkpoint):
                 )
         files |= self._weight_map
         if self._text is not None:
-            files = {name.replace(TEXT, "model.", 1): file for name, file in files.items()}
+            for theirs, ours in TEXT.items():
+                begins = [name for name in files if name.startswith(theirs)]
+                files |= {ours + name.removeprefix(theirs): files.pop(name) for name in begins}
         return files
 
     @cached_property

@@ -96,12 +96,13 @@ CONFIG = KnownKeys(
     """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim rms_norm_eps max_position_embeddings rope_theta rope_scaling rope_parameters
         original_max_position_embeddings partial_rotary_factor dual_chunk_attention_config attention_bias mlp_bias hidden_act
-        tie_word_embeddings bos_token_id eos_token_id pad_token_id sliding_window layer_types use_qk_norm qkv_bias
+        tie_word_embeddings bos_token_id eos_token_id pad_token_id sliding_window layer_types use_sliding_window
+        max_window_layers hidden_activation query_pre_attn_scalar rope_local_base_freq sliding_window_pattern
+        _sliding_window_pattern use_bidirectional_attention use_qk_norm qkv_bias
         num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob shared_expert_intermediate_size
         decoder_sparse_step mlp_only_layers full_attention_interval attn_output_gate linear_num_key_heads
         linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""",
     {
-        "use_sliding_window": (False,),
         "is_causal": (True,),
         "is_encoder_decoder": (False,),
         "add_cross_attention": (False,),
@@ -133,7 +134,6 @@ CONFIG = KnownKeys(
             fp32 _pre_quantization_dtype finetuning_task loss_type z_loss_weight router_aux_loss_coef""",
         "the multi-token-prediction head, which its tensors state": "mtp_*",
         "how quantised weights are stored, which quantised.py reads": "quantization_config",
-        "the layer from which windows slide, which use_sliding_window = false puts out of use": "max_window_layers",
         "names, and code of the publisher's, which is not run": f"""
             {ORIGINS} auto_map custom_pipelines transformers.js_config is_llama_config""",
         "how transformers runs a model and what it hands out": """

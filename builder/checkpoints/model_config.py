@@ -18,18 +18,20 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma3ForCausalLM": "gemma3",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
 }
 # Of models that also read images, whose text part is one of ARCHITECTURES.
-WITH_IMAGES = {f"{name}ForConditionalGeneration": f"{name}ForCausalLM" for name in ("Qwen3_5", "Qwen3_5Moe")}
+WITH_IMAGES = {f"{name}ForConditionalGeneration": f"{name}ForCausalLM" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma3")}
 DEFAULT_MISTRAL_WINDOW = 4096  # tokens; transformers' default for a Mistral config.json without the field
-QK_NORM = ("qwen3", "qwen3_moe", *HYBRIDS)
+QK_NORM = ("qwen3", "qwen3_moe", "gemma3", *HYBRIDS)
 SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
 HYBRID_ROTARY_FACTOR = 0.25  # transformers' default for hybrids
 FULL_ATTENTION_INTERVAL = 4  # likewise: every fourth layer attends
 KINDS = {"linear_attention": True, "full_attention": False}  # of layer_types: whether a layer keeps a state
+QWEN_WINDOW, QWEN_FULL_LAYERS = 4096, 28  # transformers' defaults of sliding_window and max_window_layers
 DELTA_KEYS = {
     "num_key_heads": "linear_num_key_heads",
     "num_value_heads": "linear_num_value_heads",
@@ -37,6 +39,31 @@ DELTA_KEYS = {
     "value_head_dim": "linear_value_head_dim",
     "conv_kernel": "linear_conv_kernel_dim",
 }
+GEMMA_DEFAULTS: dict[str, Any] = {  # transformers' own
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+GEMMA_KEYS = (
+    "hidden_activation",
+    "query_pre_attn_scalar",
+    "rope_local_base_freq",
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+    "use_bidirectional_attention",
+)
+GEMMA_ROPE_THETA, GEMMA_LOCAL_THETA = 1e6, 1e4
 EXPERT_KEYS = (
     "num_experts",
     "num_local_experts",
@@ -77,6 +104,9 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
     """
     CONFIG.check(values)
     architecture = _architecture(values)
+    gemma, local_theta = architecture == "gemma3", None
+    if gemma:
+        values, local_theta = _with_defaults(values)
     _refuse_unsupported(values, architecture)
     heads, hidden = _integer(values, "num_attention_heads"), _integer(values, "hidden_size")
     layers = _integer(values, "num_hidden_layers")
@@ -84,6 +114,7 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
     attention_bias, hybrid = _boolean(values, "attention_bias"), architecture in HYBRIDS
     experts = _experts(values, architecture, layers)
     head_dim = _head_dim(values, architecture, hidden, heads)
+    windows = _windows(values, layers)
     return from_dict(
         ModelConfig,
         {
@@ -109,14 +140,50 @@ def model_config(values: dict[str, Any], eos_token_ids: Iterable[int] = ()) -> M
             "bos_token_id": values.get("bos_token_id"),
             "eos_token_ids": list(dict.fromkeys([*eos_token_ids, *token_ids(values.get("eos_token_id"))])),
             "pad_token_id": None if values.get("pad_token_id") == NO_PADDING else values.get("pad_token_id"),
-            "sliding_window": _sliding_window(values),
+            **windows,
             "experts": experts,
             "gated_attention": hybrid,
-            "centred_norms": hybrid,
+            "centred_norms": hybrid or gemma,
             "delta_net": _delta_net(values, layers) if hybrid else None,
+            **(_gemma(values, hidden, local_theta if windows else None) if gemma else {}),
         },
         "model",
     )
+
+
+def _with_defaults(values: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """Return a Gemma's values with transformers' defaults, and RoPE as others state it; and the base of layers with a window."""
+    values = GEMMA_DEFAULTS | values
+    both = values.pop("rope_parameters", None) or {}
+    fits = isinstance(both, dict) and all(isinstance(one, dict | None) for one in both.values())
+    require(fits, "rope_parameters", both, "an object of objects, by layer_types", CHECK_CONFIG)
+    local, full = (dict(both.get(f"{kind}_attention") or {}) for kind in ("sliding", "full"))
+    others = sorted({*both} - {"sliding_attention", "full_attention"})
+    require(not others, "rope_parameters", others, "sliding_attention and full_attention", CHECK_CONFIG)
+    theta = local.pop("rope_theta", values.get("rope_local_base_freq", GEMMA_LOCAL_THETA))
+    plain = local in ({}, {"rope_type": "default"})
+    require(plain, "rope_parameters.sliding_attention", local, "of rope_type 'default'", USE_ANOTHER)
+    full = {
+        "rope_theta": values.get("rope_theta", GEMMA_ROPE_THETA),
+        **full,
+        **(values.pop("rope_scaling", None) or {}),
+    }
+    return values | {"rope_parameters": full}, theta
+
+
+def _gemma(values: dict[str, Any], hidden: int, local_theta: float | None) -> dict[str, Any]:
+    """Read the fields of ModelConfig that others leave at their defaults."""
+    name, activation = "hidden_activation", values["hidden_activation"]
+    require(activation == "gelu_pytorch_tanh", name, activation, "'gelu_pytorch_tanh'", USE_ANOTHER)
+    both = values.get("use_bidirectional_attention")
+    require(not both, "use_bidirectional_attention", both, "false or absent", USE_ANOTHER)
+    return {
+        "activation": "gelu_tanh",
+        "post_norms": True,
+        "embedding_scale": hidden**0.5,
+        "attention_scalar": _required(values, "query_pre_attn_scalar"),
+        "local_rope_theta": local_theta,
+    }
 
 
 def token_ids(value: Any) -> list[int]:
@@ -150,8 +217,8 @@ def text_part(values: dict[str, Any]) -> dict[str, Any] | None:
     text = values.get("text_config")
     require(isinstance(text, dict), "text_config", text, "an object", CHECK_CONFIG)
     assert isinstance(text, dict), "as it has just been found"
-    tied = values.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    return {**text, "architectures": [WITH_IMAGES[name]], "tie_word_embeddings": tied}
+    tied = {key: value for key, value in values.items() if key == "tie_word_embeddings"}
+    return {**text, "architectures": [WITH_IMAGES[name]], **tied}
 
 
 def _delta_net(values: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -209,8 +276,12 @@ def dense_layers(layers: int, step: int, alone: Sequence[int]) -> tuple[int, ...
 
 
 def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
-    activation = values.get("hidden_act", "silu")
-    require(activation == "silu", "hidden_act", activation, "'silu'", USE_ANOTHER)
+    gemma = architecture == "gemma3"
+    activation, usual = values.get("hidden_act", None if gemma else "silu"), None if gemma else "silu"
+    require(activation == usual, "hidden_act", activation, "absent" if gemma else "'silu'", USE_ANOTHER)
+    for name in () if gemma else GEMMA_KEYS:
+        limit = f"absent with architectures = {values['architectures'][0]!r}"
+        require(values.get(name) is None, name, values.get(name), limit, USE_ANOTHER)
     biased, name = values.get("mlp_bias", False), values["architectures"][0]
     limit = f"false, or absent, with architectures = {name!r}"  # transformers ignores the key there
     require(name == "LlamaForCausalLM" or biased is False, "mlp_bias", biased, limit, USE_ANOTHER)
@@ -226,21 +297,50 @@ def _refuse_unsupported(values: dict[str, Any], architecture: str) -> None:
         require(values.get(name) is None, name, values.get(name), limit, USE_ANOTHER)
     gated = values.get("attn_output_gate")
     require(not gated, "attn_output_gate", gated, "false or absent", USE_ANOTHER)
-    kinds = values.get("layer_types")
+    kinds, slides = values.get("layer_types"), gemma or values.get("use_sliding_window") is True
     require(isinstance(kinds, list | None), "layer_types", kinds, "a list", CHECK_CONFIG)
-    kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind != "full_attention"]
-    require(not kinds, "layer_types", kinds, "'full_attention' in every layer", USE_ANOTHER)
+    known = ("full_attention", "sliding_attention")[: 1 + slides]
+    kinds = [kind for kind in dict.fromkeys(map(str, kinds or [])) if kind not in known]
+    limit = "'full_attention' in every layer" + ", or 'sliding_attention'" * slides
+    require(not kinds, "layer_types", kinds, limit, USE_ANOTHER)
 
 
-def _sliding_window(values: dict[str, Any]) -> int | None:
-    """Read Mistral's window; Qwen's configurations also state a window, which use_sliding_window = false puts out of use."""
-    architecture = values["architectures"][0]
-    window = values.get("sliding_window", DEFAULT_MISTRAL_WINDOW if architecture == "MistralForCausalLM" else None)
-    if window is None or architecture.startswith("Qwen"):
-        return None
-    # Llama has no window, but transformers' cache would cut the rows of a Llama whose config.json states one.
-    require(architecture != "LlamaForCausalLM", "sliding_window", window, "null or absent", USE_ANOTHER)
-    return _integer({"sliding_window": window}, "sliding_window")
+def _windows(values: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Read sliding_window and window_layers: of Mistral, or of a Qwen with use_sliding_window."""
+    name, kinds, slides = values["architectures"][0], values.get("layer_types"), "use_sliding_window"
+    has_kinds, mistral = ARCHITECTURES[name] in ("qwen2", "qwen3"), name == "MistralForCausalLM"
+    used = _boolean(values, slides)
+    require(has_kinds or not used, slides, used, f"false, or absent, with architectures = {name!r}", USE_ANOTHER)
+    window = values.get("sliding_window", QWEN_WINDOW if has_kinds else DEFAULT_MISTRAL_WINDOW if mistral else None)
+    if name == "LlamaForCausalLM":
+        # Llama has no window, but transformers' cache would cut the rows of a Llama whose config.json states one.
+        require(window is None, "sliding_window", window, "null or absent", USE_ANOTHER)
+    if mistral and window is not None:
+        return {"sliding_window": _integer({"sliding_window": window}, "sliding_window")}
+    if ARCHITECTURES[name] == "gemma3":
+        kinds = kinds or _by_pattern(values, layers)
+        require("full_attention" in kinds, "layer_types", kinds, "with a 'full_attention'", "use another checkpoint")
+        return _with_windows(kinds, window, layers)
+    if not used or window is None:
+        return {}
+    border = values.get("max_window_layers", QWEN_FULL_LAYERS)
+    whole = isinstance(border, int) and not isinstance(border, bool) and border >= 0
+    require(whole, "max_window_layers", border, "an integer >= 0", CHECK_CONFIG)
+    kinds = kinds or ["sliding_attention" if layer >= border else "full_attention" for layer in range(layers)]
+    return _with_windows(kinds, window, layers)
+
+
+def _by_pattern(values: dict[str, Any], layers: int) -> list[str]:
+    """Return Gemma's layer_types: one of so many layers attends to all tokens."""
+    every = _integer(values, "sliding_window_pattern")
+    return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+
+def _with_windows(kinds: Sequence[str], window: Any, layers: int) -> dict[str, Any]:
+    require(len(kinds) == layers, "layer_types", kinds, f"a list of {layers}", CHECK_CONFIG)
+    numbers = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    own = _integer({"sliding_window": window}, "sliding_window")
+    return {"sliding_window": own, "window_layers": numbers if len(numbers) < layers else []} if numbers else {}
 
 
 def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:
@@ -252,7 +352,7 @@ def _kv_heads(values: dict[str, Any], architecture: str, heads: int) -> int:
 
 def _head_dim(values: dict[str, Any], architecture: str, hidden: int, heads: int) -> int:
     """Read or compute the head size; Qwen3's must be stated, because it does not follow from other fields."""
-    stated = architecture in ("qwen2", "qwen2_moe", "qwen3_moe", *HYBRIDS) and "head_dim" in values
+    stated = architecture in ("qwen2", "qwen2_moe", "qwen3_moe", "gemma3", *HYBRIDS) and "head_dim" in values
     if stated:  # transformers computes nothing in its place
         return _integer(values, "head_dim")
     if architecture not in ("qwen3", *HYBRIDS) and values.get("head_dim") is None:

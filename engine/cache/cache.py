@@ -63,7 +63,7 @@ class Cache:
     tokens, lengths : list of int, one per slot
         All cached tokens of a slot, and the tokens in its retrieval region.
     states : States or None
-        The states of a hybrid's other layers.
+        What the other layers have.
     latest : Tensor, int32 [slots], on the engine's device
         The token that each slot's last step has drawn, on a GPU: a step reads there what the host does not know yet.
     prefixes : dict of int to Prefix
@@ -84,7 +84,7 @@ class Cache:
         self.extents = ExtentTable(slots, max_extents, rows.layout.capacity, device)
         self.window = _windows(config, slots, dtype, device)
         self.windows = self.window.unbind()
-        self.states = None if config.model.delta_net is None else States(config, dtype, device)
+        self.states = None if config.model.without_rows is None else States(config, dtype, device)
         self.latest = torch.zeros(slots, dtype=torch.int32, device=device)
         self.tokens, self.lengths = [0] * slots, [0] * slots
         if self.padding_slot < slots:

@@ -1,18 +1,24 @@
-"""The states of layers that keep no rows: of all slots, on the engine's device, and copies that later requests go on from."""
+"""What layers that keep no rows keep instead: of all slots, on the engine's device, and copies that later requests go on from.
+
+A Gated DeltaNet layer has a state. A layer with a sliding window has a ring of its latest tokens' rows, in which position p lies
+in row p mod the ring's length; that is longer than the window by the tokens of a step that may be taken back.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvseek.core.config import MOST_DRAFTED, STATE_BLOCK, EngineConfig
 from kvseek.core.errors import CapacityError
+from kvseek.core.streams import to_device
 from kvseek.kernels.reference.delta_net import DeltaPrompt, DeltaStates
 
-from .memory_layout import slot_count, state_bytes
+from .memory_layout import ring_rows, slot_count, state_bytes
 
 
 class Snapshot:
@@ -23,22 +29,21 @@ class Snapshot:
     Attributes
     ----------
     tokens : int
-    layers : list of DeltaPrompt
-        Of each layer with a state that has been written, in order.
+    layers : list of tuple of Tensor
+        Of each layer with a state that has been written, in order: `latest` and `recurrent` of a DeltaPrompt, or the rows
+        [G, n, 2, D] of a window's latest tokens.
     """
 
     def __init__(self, tokens: int) -> None:
-        self.tokens, self.layers = tokens, list[DeltaPrompt]()
+        self.tokens, self.layers = tokens, list[tuple[Tensor, ...]]()
 
-    def write(self, state: DeltaPrompt) -> None:
+    def write(self, *parts: Tensor) -> None:
         """Copy the state of the next layer."""
-        self.layers.append(DeltaPrompt(self.tokens, _on_host(state.latest), _on_host(state.recurrent)))
+        self.layers.append(tuple(_on_host(part) for part in parts))
 
-    def read(self, layer: int, device: torch.device) -> DeltaPrompt:
+    def read(self, layer: int, device: torch.device) -> list[Tensor]:
         """Copy the state of a layer to a device."""
-        own = self.layers[layer]
-        latest, recurrent = (part.to(device, non_blocking=True, copy=True) for part in (own.latest, own.recurrent))
-        return DeltaPrompt(self.tokens, latest, recurrent)
+        return [part.to(device, non_blocking=True, copy=True) for part in self.layers[layer]]
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -47,15 +52,19 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 class States:
-    """The states of a hybrid's Gated DeltaNet layers.
+    """The states of a hybrid's Gated DeltaNet layers, or the rings of layers with a sliding window.
 
-    A prompt's is written when a layer has read it, from zero or from a copy of an earlier one. So nothing is done when a slot is
-    opened.
+    A prompt's is written when a layer has read it, from nothing or from a copy of an earlier one. So nothing is done when a slot
+    is opened.
 
     Attributes
     ----------
     layers : list of DeltaStates
         Those of the layers with states, in order.
+    rings : list of Tensor [slots, G, rows, 2, D]
+        Those of the layers with a window, in order.
+    window : int
+        Tokens that these layers attend to.
     most_snapshots : int
         How many cache.reuse_state_bytes have room for.
     pending : dict of int to dict of int to Snapshot
@@ -68,21 +77,25 @@ class States:
 
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate them; raises CapacityError if the device's memory does not suffice."""
-        model, slots = config.model.delta_net, slot_count(config)
-        assert model is not None, "the model is a hybrid"
+        model, slots = config.model, slot_count(config)
         try:
-            ring = model.conv_kernel + MOST_DRAFTED
-            self.layers = [DeltaStates.zeros(model, slots, ring, dtype, device) for _ in model.layers]
+            self.layers = _delta_states(config, slots, dtype, device)
+            shape = (slots, model.num_kv_heads, ring_rows(model), 2, model.head_dim)
+            rings = torch.zeros(len(model.window_layers), *shape, dtype=dtype, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             raise CapacityError(
                 f"cannot allocate {state_bytes(config, dtype):,} bytes on {device} for the states of {slots} slots "
                 f"({str(error).splitlines()[0]}); lower max_batch_size"
             ) from None
+        self.rings, self.window = list(rings), model.sliding_window or 0
         self.pending: dict[int, dict[int, Snapshot]] = {}
         self._every = config.cache.reuse_state_tokens
         self._prompts: dict[int, int] = {}  # tokens of each slot's prompt
-        self._kernel, self._behind = model.conv_kernel, dict[int, int]()
-        one = sum(layer.conv[0, : model.conv_kernel - 1].nbytes + layer.recurrent[0].nbytes for layer in self.layers)
+        self._behind: dict[int, int] = {}
+        self._kernel = 0 if model.delta_net is None else model.delta_net.conv_kernel
+        self._written: tuple[dict[int, tuple[int, int]], list[Tensor]] | None = None  # see `write_rings`
+        one = sum(layer.conv[0, : self._kernel - 1].nbytes + layer.recurrent[0].nbytes for layer in self.layers)
+        one += rings[:, 0, :, : self.window].nbytes
         self.most_snapshots = 0 if config.cache.reuse is False else config.cache.reuse_state_bytes // one
 
     def begin_snapshots(self, slot: int, first: int, tokens: int) -> None:
@@ -107,6 +120,46 @@ class States:
             counts = Counter(slots)
             self._behind.update((slot, tokens[slot] - count + 1) for slot, count in counts.items() if count > 1)
 
+    def read_ring(self, layer: int, snapshot: Snapshot, keys: Tensor, values: Tensor) -> None:
+        """Write a window's rows after the tokens of a snapshot to a prompt's `keys` and `values` [G, n, D].
+
+        Zeros stand before them: no query sees these, but blocks of attention may begin there.
+        """
+        (rows,) = snapshot.read(layer, keys.device)
+        first = snapshot.tokens - rows.shape[1]
+        for part, target in enumerate((keys, values)):
+            target[:, :first] = 0
+            target[:, first : snapshot.tokens] = rows[:, :, part]
+
+    def write_rings(
+        self,
+        layer: int,
+        spans: Mapping[int, tuple[int, int]],
+        keys: Tensor,
+        values: Tensor,
+        snapshots: Iterable[Snapshot],
+    ) -> None:
+        """Store the latest rows of prompts that a layer with a window has read, and write the snapshots of a prompt read alone.
+
+        Keys and values are [G, n, D]; the prompt of a slot has the rows first .. stop - 1.
+        """
+        ring = self.rings[layer]
+        if self._written is None or self._written[0] != spans:  # the layers of a pack follow each other
+            latest = [np.arange(max(first, stop - self.window), stop) for first, stop in spans.values()]
+            rows, slots = np.concatenate(latest), np.repeat(list(spans), [len(one) for one in latest])
+            positions = rows - np.array([spans[slot][0] for slot in slots.tolist()])
+            numbers = rows, slots, positions % ring.shape[2]
+            self._written = (
+                dict(spans),
+                [to_device(torch.from_numpy(part), torch.int64, ring.device) for part in numbers],
+            )
+        own, at, places = self._written[1]
+        pairs = torch.stack((keys.index_select(1, own), values.index_select(1, own)), dim=2)
+        ring[at, :, places] = pairs.transpose(0, 1)
+        for snapshot in snapshots:
+            begin = max(0, snapshot.tokens - self.window)
+            snapshot.write(torch.stack([part[:, begin : snapshot.tokens] for part in (keys, values)], dim=2))
+
     def take(self, slot: int, tokens: int, most: int) -> None:
         """Make a pending snapshot of a slot after `tokens` of its `most` tokens, if steps have brought some of them.
 
@@ -120,7 +173,11 @@ class States:
             if slot in self._behind:
                 self.catch_up(slot, tokens)
             for states in self.layers:
-                snapshot.write(DeltaPrompt.of_slot(states, slot, tokens, self._kernel))
+                state = DeltaPrompt.of_slot(states, slot, tokens, self._kernel)
+                snapshot.write(state.latest, state.recurrent)
+            for ring in self.rings:
+                latest = torch.arange(max(0, tokens - self.window), tokens, device=ring.device) % ring.shape[2]
+                snapshot.write(ring[slot].index_select(1, latest))
 
     def drop(self, snapshot: Snapshot) -> None:
         """Make a pending snapshot no longer, as there is no room for it."""
@@ -133,3 +190,11 @@ class States:
         self.pending.pop(slot, None)
         self._prompts.pop(slot, None)
         self._behind.pop(slot, None)
+
+
+def _delta_states(config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device) -> list[DeltaStates]:
+    model = config.model.delta_net
+    if model is None:
+        return []
+    ring = model.conv_kernel + MOST_DRAFTED
+    return [DeltaStates.zeros(model, slots, ring, dtype, device) for _ in model.layers]

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState, buckets_for
-from kvseek.core.config import EngineConfig
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext, LayerRows
 from kvseek.engine.cache.cache import Cache
+from kvseek.engine.cache.memory_layout import ring_rows
 from kvseek.engine.cache.reuse import reuses_prefixes, shares_extents
 from kvseek.engine.loading.supported import check_device
 from kvseek.engine.retrieval import Retrieval
@@ -68,7 +69,7 @@ class IndexMaker:
                     num_heads=model.num_heads,
                     num_kv_heads=model.num_kv_heads,
                     head_dim=model.head_dim,
-                    scaling=model.head_dim**-0.5,
+                    scaling=model.scaling,
                     config=settings,
                     codebooks=self.codebooks,
                     extents=extents,
@@ -105,12 +106,14 @@ def host_retrieval(config: EngineConfig, cache: Cache, indexes: list[Index], lib
     """Make the retrieval of an engine on the CPU."""
     of_layers = [cache.rows.of_layer(layer) for layer in range(len(config.model.row_layers))]
     attentions = [
-        HostAttention(
-            cache.window[layer], rows.pool, config.cache.sink, config.model.head_dim**-0.5, library, rows.scales
-        )
+        HostAttention(cache.window[layer], rows.pool, config.cache.sink, config.model.scaling, library, rows.scales)
         for layer, rows in enumerate(of_layers)
     ]
-    return Retrieval(config, cache, indexes, attentions)
+    rings = [] if cache.states is None else cache.states.rings
+    # A ring is all window: no request has other rows.
+    none = cache.window.new_empty(0, config.model.num_kv_heads, EXTENT_TOKENS, 2, config.model.head_dim)
+    of_rings = [HostAttention(ring, none, 0, config.model.scaling, library) for ring in rings]
+    return Retrieval(config, cache, indexes, attentions, of_rings=of_rings)
 
 
 def device_retrieval(
@@ -135,7 +138,12 @@ def device_retrieval(
         for layer, attention in enumerate(made)
     ]
     _tell_of_steps_not_kept(method_traits(config).kept_steps, indexes, made)
-    return Retrieval(config, cache, indexes, attentions, [one.hot for one in made if one.hot is not None])
+    hot = [one.hot for one in made if one.hot is not None]
+    rings = [] if cache.states is None else cache.states.rings
+    # A ring is all window: no request has other rows, and those of a layer are as good as any.
+    kernel = ring_attention(config, kernels, cache.window.dtype) if rings else None
+    of_rings = [LayerAttention(kernel, ring, cache.rows.of_layer(0)) for ring in rings if kernel is not None]
+    return Retrieval(config, cache, indexes, attentions, hot, of_rings)
 
 
 def _tell_of_steps_not_kept(steps: int, indexes: list[Index], attentions: list[DeviceAttention]) -> None:
@@ -149,6 +157,26 @@ def _tell_of_steps_not_kept(steps: int, indexes: list[Index], attentions: list[D
                 *(steps, kept, attention.entries, kept),
             )
             return
+
+
+def ring_attention(config: EngineConfig, kernels: CudaKernels, dtype: torch.dtype) -> DeviceAttention:
+    """Make the attention of all layers with a sliding window."""
+    model = config.model
+    return DeviceAttention(
+        kernels,
+        num_heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+        window_rows=ring_rows(model),
+        sink=0,
+        entries=0,
+        max_batch=buckets_for(config.max_batch_size)[-1],
+        scaling=model.scaling,
+        device=kernels.device,
+        splits=1,
+        rounded_rows=config.cache.row_dtype == "int8",
+    )
 
 
 def make_attentions(
@@ -190,7 +218,7 @@ def make_attentions(
                 sink=config.cache.sink,
                 entries=entries,
                 max_batch=buckets_for(config.max_batch_size)[-1],
-                scaling=model.head_dim**-0.5,
+                scaling=model.scaling,
                 device=table.device,
                 hot=hot,
                 rounded_rows=rounded,

@@ -22,7 +22,7 @@ from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.extents import ExtentTable, extents_for
 from kvseek.engine.cache.memory_layout import Footprint, MemoryLayout, divide_memory, slot_count
-from kvseek.engine.loading.indexes import IndexMaker, make_attentions
+from kvseek.engine.loading.indexes import IndexMaker, make_attentions, ring_attention
 from kvseek.engine.model.activation_memory import work_bytes
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks
 from kvseek.kernels.cuda.attention.attend import DeviceAttention
@@ -102,7 +102,10 @@ def make_without_rows(maker: IndexMaker, capacity: int, slots: int) -> tuple[lis
     device, config = maker.kernels.device, maker.config
     extents = ExtentTable(slots, extents_for(config.max_seq_len), capacity, device)
     indexes = maker.make(extents, [0] * slots, None)
-    attentions = make_attentions(config, maker.kernels, indexes, extents.device_table, getattr(torch, config.dtype))
+    dtype = getattr(torch, config.dtype)
+    attentions = make_attentions(config, maker.kernels, indexes, extents.device_table, dtype)
+    if config.model.window_layers:
+        attentions.append(ring_attention(config, maker.kernels, dtype))
     return indexes, attentions
 
 
@@ -215,12 +218,24 @@ class DryRun:
         Layers differ only in whether they attend densely, as the first ones of some methods do (Traits.device_layers). So those
         are made with one other layer, then with two others; the difference is what each further layer takes.
         """
+        own = self._ring_bytes(config)
         layers = len(config.model.row_layers)
         first = method_traits(config).device_layers + 1
         if layers <= first + 1:
-            return self._made_bytes(config, capacity, slots, layers)
+            return own + self._made_bytes(config, capacity, slots, layers)
         one, two = (self._made_bytes(config, capacity, slots, number) for number in (first, first + 1))
-        return one + (layers - first) * (two - one)
+        return own + one + (layers - first) * (two - one)
+
+    def _ring_bytes(self, config: EngineConfig) -> int:
+        """Count the bytes of the attention of layers with a sliding window, which share one."""
+        if config.device != "cuda" or not config.model.window_layers:
+            return 0
+        count = MetaBytes()
+        with count:
+            made = ring_attention(config, self._kernels, getattr(torch, config.dtype))
+        used = count.used
+        del made
+        return used
 
     def _made_bytes(self, config: EngineConfig, capacity: int, slots: int, layers: int) -> int:
         part = dataclasses.replace(config, model=config.model.with_row_layers(layers))

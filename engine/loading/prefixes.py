@@ -61,9 +61,9 @@ def check_disk(config: EngineConfig, disk: DiskSettings) -> None:
             f"disk_dir = {str(disk.directory)!r}: must be left out with cache.row_dtype = {config.cache.row_dtype!r}, as rows of "
             "8 bits are not written to disk yet; or build with --cache.row_dtype auto"
         )
-    if disk.directory is not None and config.model.delta_net is not None:
+    if disk.directory is not None and config.model.without_rows is not None:
         raise ConfigError(
-            f"disk_dir = {str(disk.directory)!r}: must be left out with Gated DeltaNet layers, whose states are written "
+            f"disk_dir = {str(disk.directory)!r}: must be left out with {config.model.without_rows}, whose states are written "
             "to no disk"
         )
     if disk.directory is not None and config.tp_size > 1:

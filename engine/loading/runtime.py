@@ -28,7 +28,7 @@ from kvseek.engine.model.prefill import logits_at_once
 from kvseek.engine.model.prompt_windows import SHORTEST_BLOCK
 from kvseek.engine.model.weights import load_weights, make_weights, random_seed
 from kvseek.engine.parallel.cuda.ranks import DeviceRanks, RankLayerKernels
-from kvseek.engine.parallel.ranks import RankPartProducts, Ranks
+from kvseek.engine.parallel.ranks import RankPartProducts, RankProducts, Ranks
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cuda.draw.draw import DeviceDraw
 from kvseek.kernels.cuda.layer.experts import expert_kernels
@@ -48,7 +48,9 @@ def torch_decoder(
     kernels: CudaKernels,
 ) -> Decoder:
     """Make the decoder of the runtime "torch", of weights by name (engine/model/weights.py); see MakeDecoder."""
-    make = LayerKernels if ranks is None else partial(RankLayerKernels, ranks=ranks)
+    # With post-norms what ranks sum is normalised before it is added: products sum it, not kernels of a layer.
+    apart = ranks is None or config.model.post_norms
+    make = LayerKernels if ranks is None or apart else partial(RankLayerKernels, ranks=ranks)
     model = KernelModel(
         weights,
         retrieval,
@@ -79,7 +81,10 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
         experts = None if mixtures is None else expert_kernels(config, kernels, mixtures)
         rows = logits_at_once(config.model)
         products = KernelProducts(few, chunk, rows, fp8_prompts=fp8, experts=experts)
-    return products if ranks is None else RankPartProducts(products, ranks, config.model.vocab_size)
+    if ranks is None:
+        return products
+    parts = RankProducts if config.model.post_norms else RankPartProducts
+    return parts(products, ranks, config.model.vocab_size)
 
 
 def load_runtime(

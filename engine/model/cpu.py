@@ -392,7 +392,7 @@ class TorchModel(WeightsModel):
         Returns float32 [requests, vocabulary].
         """
         mark = self.retrieval.observer.op_launched
-        x, rotation = self.embed(batch.column("token")), self.rope.at(batch.column("position").tolist())
+        x, rotation = self.scaled(self.embed(batch.column("token"))), self.rope.at(batch.column("position").tolist())
         mark("begin")
         x = x + self.decode_layers(batch, x, rotation, attend, mark)
         if self.mtp is not None and self.mtp.used:

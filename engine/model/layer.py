@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -18,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState
+from kvseek.core.rope import LocalRotation
 from kvseek.core.streams import to_device
 from kvseek.core.weight_only import HEAD, dequantise
 from kvseek.engine.retrieval import Retrieval
@@ -36,7 +39,7 @@ from .prefill import (
     Stream,
 )
 from .reference import CausalAttention, LayerOperations, rms_norm
-from .weights import ROUTER
+from .weights import POST_NORMS, ROUTER
 
 if TYPE_CHECKING:
     from kvseek.core.model_config import DeltaNetConfig, ExpertsConfig, ModelConfig
@@ -187,6 +190,8 @@ class Layer:
         prefix = f"layers.{number}."
         self.attention_norm, self.mlp_norm = (weights[f"{prefix}{name}_norm.weight"] for name in ("attention", "mlp"))
         self.q_norm, self.k_norm = (weights.get(f"{prefix}{name}_norm.weight") for name in ("q", "k"))
+        self.post_attention_norm, self.post_mlp_norm = (weights.get(f"{prefix}{name}.weight") for name in POST_NORMS)
+        self.gelu = model is not None and model.activation == "gelu_tanh"
         products = products or Products(self.attention_norm.dtype)
 
         def parts(name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -244,17 +249,23 @@ class Layer:
 
         Returns the MLP's output [tokens, hidden], which is still to be added to x. `mark` and `prompt` are those of `project`.
         """
-        projected = self.o(attended, prompt=prompt)
+        projected = self._normalised(ops, self.o(attended, prompt=prompt), self.post_attention_norm)
         mark("o")
         normed = ops.add_rms_norm(x, projected, self.mlp_norm)
         mark("mlp_norm")
         if self.mixture is not None:
             return self.mixture(ops, normed, mark, prompt=prompt)
-        activated = self.gate_up.gated(normed, ops.silu_mul, prompt=prompt)
+        if self.gelu:
+            activated = gelu_mul(self.gate_up(normed, prompt=prompt))
+        else:
+            activated = self.gate_up.gated(normed, ops.silu_mul, prompt=prompt)
         mark("gate_up")
-        down = self.down(activated, prompt=prompt)
+        down = self._normalised(ops, self.down(activated, prompt=prompt), self.post_mlp_norm)
         mark("down")
         return down
+
+    def _normalised(self, ops: LayerOperations, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else ops.add_rms_norm(x, None, weight)
 
     def decode(
         self,
@@ -321,6 +332,12 @@ def catch_up(
     batch = Batch.of([RequestState(slot=slot, position=tokens, length=0)], table)
     for own, state in zip(parameters, states, strict=True):
         ops.catch_up(batch, own, state)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Compute gelu(gate) * up [rows, intermediate] from gate_up [rows, 2 * intermediate], GELU by a tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def _delta_parameters(
@@ -409,6 +426,10 @@ class WeightsModel(LayerwiseModel[Stream]):
             own = [layer.delta_net for layer in self.layers if layer.delta_net is not None]
             states, table = retrieval.cache.states, retrieval.cache.extents.device_table
             states.catch_up = partial(catch_up, ops, own, states.layers, table)
+        device = retrieval.cache.window.device
+        self.local = LocalRotation(self.model, device) if self.model.local_rope_theta is not None else None
+        # transformers rounds the factor to the dtype of what it multiplies.
+        self._embedding_scale = float(torch.tensor(self.model.embedding_scale, dtype=retrieval.cache.window.dtype))
 
     @abstractmethod
     def rotate(self, start: int, stop: int, length: int) -> Rotation:
@@ -420,14 +441,30 @@ class WeightsModel(LayerwiseModel[Stream]):
         return super().prefill(prompts, on_logits)
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
-        residual = self.embed(to_device(prefill.ids, torch.int64, self.retrieval.cache.window.device))
-        return Stream.begin(residual, prefill.borders, self.rotate, self.model.short_reach)
+        residual = self.scaled(self.embed(to_device(prefill.ids, torch.int64, self.retrieval.cache.window.device)))
+        stream = Stream.begin(residual, prefill.borders, self.rotate, self.model.short_reach)
+        if self.local is None or stream.rotation is None:
+            return stream
+        positions = [place for first, stop in pairwise(prefill.borders) for place in range(stop - first)]
+        return replace(stream, local=self.local(to_device(positions, torch.int64, residual.device)))
+
+    def scaled(self, embeddings: Tensor) -> Tensor:
+        """Multiply embeddings [tokens, hidden] with their factor."""
+        return embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
+
+    def _local_rotation(self, prompt: Stream, start: int, stop: int) -> Rotation:
+        """Return the rotation of rows start .. stop - 1 in layers with a window."""
+        assert self.local is not None, "these layers have a base of their own"
+        if prompt.local is not None:
+            return prompt.local[0][start:stop], prompt.local[1][start:stop]
+        return self.local(torch.arange(start, stop, device=prompt.residual.device))
 
     def read_chunk(
         self, layer: int, prompt: Stream, start: int, stop: int, keys: Tensor, values: Tensor, attend: AttendChunk
     ) -> Tensor:
         weights, x, mark = self.layers[layer], prompt.residual[start:stop], self.retrieval.observer.prompt_op_launched
-        rotation = prompt.rotation_of(start, stop, self.rotate)
+        local = self.local is not None and self.model.window_of(layer) is not None
+        rotation = self._local_rotation(prompt, start, stop) if local else prompt.rotation_of(start, stop, self.rotate)
         qkv = weights.project(self.ops, x, None, mark, prompt=True)
         q = self.ops.rope_prompt(qkv, rotation, keys, values, start, weights.q_norm, weights.k_norm).transpose(0, 1)
         mark("rope")
@@ -459,9 +496,17 @@ class WeightsModel(LayerwiseModel[Stream]):
         cache = self.retrieval.cache
         delta: Tensor | None = None
         windows, states = enumerate(cache.windows), iter(cache.states.layers if cache.states else ())
-        for layer in self.layers:
+        rings = enumerate(cache.states.rings if cache.states else ())
+        latest = self.retrieval.in_rings(batch)
+        local = rotation if self.local is None else self.local(batch.column("position"))
+        for place, layer in enumerate(self.layers):
             if layer.delta_net is not None:
                 delta = layer.decode_state(self.ops, batch, x, delta, next(states), mark)
+                continue
+            if self.model.window_of(place) is not None:
+                number, ring = next(rings)
+                attend_latest = partial(self.retrieval.attend_latest, number, batch=latest)
+                delta = layer.decode(self.ops, latest, x, delta, local, ring, attend_latest, mark)
                 continue
             number, window = next(windows)
             delta = layer.decode(self.ops, batch, x, delta, rotation, window, partial(attend, number), mark)

@@ -64,10 +64,13 @@ class Stream:
     rotation : Rotation or None
         That of all rows of a pack, in which positions begin anew with every prompt. None for a single prompt,
         in which a row's number is its position.
+    local : Rotation or None
+        Likewise, in layers that have a RoPE of their own.
     """
 
     residual: Tensor
     rotation: Rotation | None
+    local: Rotation | None = None
 
     @classmethod
     def begin(cls, residual: Tensor, borders: tuple[int, ...], rotate: RotatePrompt, short_reach: int) -> Stream:
@@ -264,7 +267,7 @@ class LayerwiseModel(ABC, Generic[Prompt]):
 
     def __init__(self, retrieval: Retrieval, attention: CausalAttention) -> None:
         self.retrieval, self.config, self.model = retrieval, retrieval.config, retrieval.config.model
-        self.scaling = self.model.head_dim**-0.5
+        self.scaling = self.model.scaling
         self.attention = attention
         sparse = self.config.prefill_attention == "block_sparse"
         self.sparse = BlockSparseAttention(self.config, attention, mass_of(self.config, attention)) if sparse else None
@@ -364,7 +367,10 @@ class LayerwisePrefill(Prefill):
         if self._rows is None:
             self._rows = self._begin_layer()
             self._dense = attention = self._model.attention
-            if len(self.slots) == 1 and isinstance(attention, BlockAttention):  # a pack has no tokens before it
+            everything = self._model.model.window_of(self._layer) is None
+            if (
+                everything and len(self.slots) == 1 and isinstance(attention, BlockAttention)
+            ):  # of a pack no token is before it
                 self._fp8 = attention.fp8_past(self.tokens)
                 self._dense = partial(attention, past=self._fp8)
         start = self._row
@@ -396,11 +402,11 @@ class LayerwisePrefill(Prefill):
         if start == self._first > 0:
             state = cache.prefixes[self.slots[0]].state
             assert state is not None, "a hybrid's prefix ends where there are states"
-            self._states = [state.read(self._states_before, cache.window.device)]
+            self._states = [DeltaPrompt(state.tokens, *state.read(self._states_before, cache.window.device))]
         counts = [piece.stop - piece.start for piece in pieces_of(self.borders, start, stop)]
         self._states = self._model.read_states(self._layer, self._prompt, start, counts, self._states)
         if stop in self._snapshots:
-            self._snapshots[stop].write(self._states[0])
+            self._snapshots[stop].write(self._states[0].latest, self._states[0].recurrent)
         self._row = stop
         if stop == self.tokens:
             self._end_states()
@@ -419,18 +425,20 @@ class LayerwisePrefill(Prefill):
         """Attend in the chunk that begins with row `start` of this layer; see AttendChunk."""
         assert self._rows is not None, "the chunk's keys and values have been written"
         model, (keys, values), parts = self._model, self._rows, list[Tensor]()
+        window = model.model.window_of(self._layer)
         if len(self.slots) > 1 and isinstance(model.attention, BlockAttention):  # a pack is one chunk
-            return model.attention.attend_pack(queries, keys, values, self.borders, model.scaling)
+            return model.attention.attend_pack(queries, keys, values, self.borders, model.scaling, window)
         for piece in pieces_of(self.borders, start, start + queries.shape[1]):
             own = queries[:, piece.start - start : piece.stop - start]
             rows = keys[:, piece.first : piece.stop], values[:, piece.first : piece.stop]
             # A pack is one chunk, of prompts without anything before it.
             if (
                 model.sparse is None
+                or window is not None
                 or self._rows_before < model.config.block_sparse.dense_layers
                 or len(self.slots) > 1
             ):
-                parts.append(self._dense(own, *rows, model.scaling))
+                parts.append(self._dense(own, *rows, model.scaling, window=window))
             else:
                 following = piece.end - piece.stop
                 parts.append(model.sparse(own, *rows, model.scaling, following, self._repeated, self._fp8))
@@ -445,6 +453,13 @@ class LayerwisePrefill(Prefill):
         """Allocate keys and values of the layer, with those of the tokens that are not read; meanwhile the next layer's come."""
         if not self._first:
             return self._new_rows()
+        if self._model.model.window_of(self._layer) is not None:
+            states, state = self.retrieval.cache.states, self.retrieval.cache.prefixes[self.slots[0]].state
+            assert states is not None, "the model has layers with windows"
+            assert state is not None, "a prefix ends where there are states"
+            rows = self._new_rows()
+            states.read_ring(self._states_before, state, *rows)
+            return rows
         rows, work = self._next or self._load(self._rows_before)
         ahead = self.retrieval.cache.load_ahead and self._rows_before + 1 < len(self._model.model.row_layers)
         self._next = self._load(self._rows_before + 1) if ahead else None
@@ -463,12 +478,17 @@ class LayerwisePrefill(Prefill):
         keys, values = self._rows
         each = zip(self.slots, pairwise(self.borders), strict=True)
         spans = {slot: span for slot, span in each if slot not in self.dropped}
-        if len(self.slots) > 1:
+        states, windowed = self.retrieval.cache.states, self._model.model.window_of(self._layer) is not None
+        if states is not None and windowed:
+            if spans:
+                states.write_rings(self._states_before, spans, keys, values, self._snapshots.values())
+        elif len(self.slots) > 1:
             self.retrieval.store_pack(self._rows_before, spans, keys, values, self._queries[0])
         elif spans:
             last = torch.cat(self._queries, dim=1)[:, -LAST_QUERIES:].contiguous()
             self.retrieval.store_layer(self._rows_before, self.slots[0], keys, values, last)
-        self._layer, self._row, self._rows_before = self._layer + 1, self._first, self._rows_before + 1
+        self._rows_before, self._states_before = self._rows_before + (not windowed), self._states_before + windowed
+        self._layer, self._row = self._layer + 1, self._first
         self._rows, self._fp8, self._queries = None, None, []  # freed before the next layer allocates its own
 
     def _score(self) -> None:

@@ -5,7 +5,6 @@ That is the definition of correct for kernels/layer.py and for causal attention 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -122,11 +121,17 @@ def rms_norm(x: Tensor, weight: Tensor, model: ModelConfig) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, model.rms_norm_eps)
 
 
+MASKED_QUERIES = 512  # of a block that attends with a window: the mask has as many rows
 LayerOperations = TorchOperations | CompiledOperations
 
 
-CausalAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""Queries [H, q, D] of a prompt's last tokens, keys and values [G, n, D] and the softmax scale to outputs [q, H, D]."""
+class CausalAttention(Protocol):
+    """Attention of a prompt's last tokens to all tokens up to each, or to as many of the latest as a window has."""
+
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None = None
+    ) -> Tensor:
+        """Attend: queries [H, q, D], keys and values [G, n, D] and the softmax scale to outputs [q, H, D]."""
 
 
 @runtime_checkable
@@ -166,7 +171,13 @@ class BlockAttention(Protocol):
         """See PromptAttention."""
 
     def attend_pack(
-        self, queries: Tensor, keys: Tensor, values: Tensor, borders: tuple[int, ...], scaling: float
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        borders: tuple[int, ...],
+        scaling: float,
+        window: int | None = None,
     ) -> Tensor:
         """Attend causally in each prompt of a pack to itself: queries [H, n, D], keys and values [G, n, D] to outputs [n, H, D].
 
@@ -174,18 +185,24 @@ class BlockAttention(Protocol):
         """
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+def causal_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None = None
+) -> Tensor:
     """Attend from the last q tokens of a sequence to the whole sequence, causally.
 
     Parameters
     ----------
     queries : Tensor [H, q, D]
     keys, values : Tensor [G, n, D], n >= q
+    window : int, optional
+        Latest tokens that each attends to, itself included; None: all.
 
     Returns
     -------
     Tensor [q, H, D]
     """
+    if window is not None:
+        return windowed_attention(queries, keys, values, scaling, window)
     heads, q, dim = queries.shape
     kv_heads, past = keys.shape[0], keys.shape[1] - q
     own_keys, own_values = (part[:, past:].repeat_interleave(heads // kv_heads, dim=0) for part in (keys, values))
@@ -196,6 +213,27 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: flo
         past_out, past_lse = _flash(stacked, keys[:, :past], values[:, :past], scaling, causal=False)
         out, _ = merge(out, lse, past_out.reshape(heads, q, dim), past_lse.reshape(heads, q))
     return out.transpose(0, 1)
+
+
+def windowed_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int) -> Tensor:
+    """Compute `causal_attention` with a window on any device, by a mask: blocks of queries attend to the keys that they see."""
+    past, out = keys.shape[1] - queries.shape[1], []
+    for start in range(past, keys.shape[1], MASKED_QUERIES):
+        stop = min(start + MASKED_QUERIES, keys.shape[1])
+        first = max(0, start + 1 - window)
+        position = torch.arange(first, stop, device=queries.device)
+        behind = position[start - first :, None] - position
+        own, seen = queries[:, start - past : stop - past], slice(first, stop)
+        found = F.scaled_dot_product_attention(
+            own[None],
+            keys[None, :, seen],
+            values[None, :, seen],
+            attn_mask=(behind >= 0) & (behind < window),
+            scale=scaling,
+            enable_gqa=True,
+        )
+        out.append(found[0].transpose(0, 1))
+    return torch.cat(out)
 
 
 def _flash(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -28,10 +28,13 @@ LAYER_WEIGHTS = {  # weight of a layer of an engine, in the order of the computa
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
     "o": ("self_attn.o_proj",),
+    "post_attention_norm": ("post_attention_layernorm",),
     "mlp_norm": ("post_attention_layernorm",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
+    "post_mlp_norm": ("post_feedforward_layernorm",),
 }
+BEFORE_MLP = ("pre_feedforward_layernorm",)  # source of mlp_norm in models with post_norms
 ROUTER, EXPERTS, SHARED, SHARED_GATE = "router", "experts", "shared", "shared_gate"  # of layers with experts
 # Likewise, of a Gated DeltaNet layer; those of its MLP are as of other layers.
 DELTA_WEIGHTS = {
@@ -54,6 +57,7 @@ MTP_WEIGHTS = {
     "mtp.norm.weight": "mtp.norm.weight",
 }
 HEAD_NORMS = ("q_norm", "k_norm")  # of models with qk_norm
+POST_NORMS = ("post_attention_norm", "post_mlp_norm")  # of models with post_norms
 MLP = ("gate_up", "down")  # of layers without experts
 
 
@@ -156,9 +160,9 @@ def random_seed(directory: Path) -> int | None:
 def list_weights(model: ModelConfig, *, quantize_lm_head: bool = False) -> list[Weight]:
     """List every weight of an engine, in the order of the computation.
 
-    embed.weight, then per layer i layers.{i}.attention_norm, qkv, q_norm, k_norm, o, mlp_norm, gate_up, down (norms that the
-    model lacks are left out; qkv, o, gate_up and down may have a .bias), then norm.weight and lm_head.weight. That is left out if
-    it is tied to the embedding, unless it is quantised, which the embedding is not.
+    embed.weight, then per layer i layers.{i}.attention_norm, qkv, q_norm, k_norm, o, post_attention_norm, mlp_norm, gate_up,
+    down, post_mlp_norm (norms that the model lacks are left out; qkv, o, gate_up and down may have a .bias), then norm.weight and
+    lm_head.weight. That is left out if it is tied to the embedding, unless it is quantised, which the embedding is not.
     A weight that is quantised is followed by its .weight_scale.
 
     A layer with experts has instead of gate_up and down: router [experts, hidden], experts.gate_up [experts · 2 I, hidden] and
@@ -198,6 +202,9 @@ def _layer_weights(model: ModelConfig, layer: int, prefix: str) -> Iterator[Weig
         of_attention = name not in ("mlp_norm", *MLP)
         if (name in HEAD_NORMS and not model.qk_norm) or (mixed and name in MLP):
             continue
+        if name in POST_NORMS and not model.post_norms:
+            continue
+        sources = BEFORE_MLP if name == "mlp_norm" and model.post_norms else sources
         if of_attention and model.has_state(layer):
             continue
         order = row_order(model, name)
@@ -304,6 +311,8 @@ def source_shape(model: ModelConfig, name: str) -> tuple[int, ...]:
         "k_norm": (model.head_dim,),
         "o_proj": (hidden, queries),
         "post_attention_layernorm": (hidden,),
+        "pre_feedforward_layernorm": (hidden,),
+        "post_feedforward_layernorm": (hidden,),
         "gate_proj": (intermediate, hidden),
         "up_proj": (intermediate, hidden),
         "down_proj": (hidden, intermediate),

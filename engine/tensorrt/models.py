@@ -257,7 +257,7 @@ class WholeModel:
         Queries and `out` are [n, H, D], keys and values [n, G, D]. The rows are copied first, because they must outlast the
         call, and TensorRT's memory does not.
         """
-        n, scaling = keys.shape[0], self._model.head_dim**-0.5
+        n, scaling = keys.shape[0], self._model.scaling
         own_keys = new_rows(self._retrieval, n).copy_(keys.transpose(0, 1))
         own_values = new_rows(self._retrieval, n).copy_(values.transpose(0, 1))
         out.copy_(causal_attention_device(queries.transpose(0, 1), own_keys, own_values, scaling))

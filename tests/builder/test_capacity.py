@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.builder.checkpoints.test_model_config import QWEN_35_27B
+from tests.builder.checkpoints.test_model_config import GEMMA_3_1B, QWEN_35_27B
 from tests.conftest import ROOT
 from tests.plugins.cases import ON_GPU
 from tests.support.random_models import SHAPE, save_random_model
@@ -240,6 +240,15 @@ def test_numbers_of_a_hybrid(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     told = " ".join(capsys.readouterr().out.split())
     assert "qwen3_5, 64 layers (16 with rows), 24 query and 4 KV heads of 256 channels" in told
     assert "States that are kept for later requests take up to 4.00 GiB of host memory besides." in told
+
+
+def test_numbers_of_windows(tmp_path: Path) -> None:
+    """4 of 26 layers have rows; each slot has rings of the others, with room for seven drafted tokens."""
+    model = save(tmp_path / "gemma-3-1b", GEMMA_3_1B)
+    plan = document(arguments(model, "--dtype", "bfloat16", "--max_seq_len", "32768", method="nested"))
+    assert plan["layers_with_rows"] == 4
+    assert plan["bytes"]["rows_per_token"] == 4 * 2 * 256 * 2
+    assert plan["bytes"]["window_per_slot"] == (4 * 576 + 22 * (512 + 7)) * 2 * 256 * 2
 
 
 def test_contexts_end_with_the_models_reach(small: Path, llama: Path) -> None:

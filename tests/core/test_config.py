@@ -160,7 +160,7 @@ BAD_VALUES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dtype": "int8"}, "dtype = 'int8': must be one of"),
         ({"dtype": "float16"}, "dtype = 'float16': must be float32 or bfloat16 with device = 'cpu'; choose bfloat16"),
         ({"dtype": 16}, "config.json: pretrained_config: dtype = 16: must be str"),
-        ({"method": "full"}, "config.json: pretrained_config: unknown key 'method'; known keys: architecture, "),
+        ({"method": "full"}, "config.json: pretrained_config: unknown key 'method'; known keys: activation, "),
         ({"head_dim": 15}, "head_dim = 15: must be even;"),
         ({"rope_scaling": {"size": 1}}, "config.json: pretrained_config: rope_scaling: unknown key 'size'"),
     ],
@@ -325,6 +325,45 @@ def test_bad_states_are_named(change: dict[str, Any], message: str) -> None:
 def test_what_states_cannot_be_computed_with(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(HYBRID, "full", **fields)
+
+
+WINDOWS = dataclasses.replace(MODEL, sliding_window=64, window_layers=(0,))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window_layers": (0, 1)}, r"window_layers = \(0, 1\): must be ascending, of layers 0 to 1, and not all"),
+        ({"window_layers": (2,)}, r"window_layers = \(2,\): must be ascending, of layers 0 to 1"),
+        ({"sliding_window": None}, r"window_layers = \(0,\): must be left out without sliding_window"),
+        ({"sliding_window": 0}, "sliding_window = 0: must be > 0"),
+        ({"activation": "relu"}, r"activation = 'relu': must be one of \('silu', 'gelu_tanh'\)"),
+        ({"local_rope_theta": 1.0}, "local_rope_theta = 1.0: must be finite and > 1"),
+        ({"attention_scalar": 0}, "attention_scalar = 0: must be finite and > 0"),
+    ],
+)
+def test_bad_windows_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(WINDOWS, **change)
+
+
+def test_what_windows_cannot_be_computed_with() -> None:
+    own, gemma = {"device": "cuda", "runtime": "tensorrt"}, dataclasses.replace(MODEL, architecture="gemma3")
+    for model, fields, message in (
+        (WINDOWS, own, "runtime = 'tensorrt': must be 'torch' with sliding windows"),
+        (WINDOWS, {"cache": CacheConfig(cached_prefill="sparse")}, "must be 'dense' with sliding windows"),
+        (WINDOWS, {"tp_size": 2, "cache": CacheConfig(reuse=True)}, "left out, with sliding windows and tp_size > 1"),
+        (gemma, own, "runtime = 'tensorrt': must be 'torch' with Gemma"),
+        (
+            dataclasses.replace(WINDOWS, window_layers=()),
+            {"max_seq_len": 65, "max_input_len": 65},
+            "must be <= sliding_window = 64",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EngineConfig(model, "full", **fields)
+    assert WINDOWS.first_layers(1).whole_window == 64
+    assert dataclasses.replace(WINDOWS, window_layers=(1,)).first_layers(1).sliding_window is None
 
 
 def test_states_belong_to_hybrids() -> None:

@@ -114,12 +114,20 @@ def test_experts_that_others_choose_change_nothing(
     check_steps(directory)
 
 
-@pytest.mark.parametrize(("architecture", "precision"), [("qwen3_next", "none"), ("qwen3_5", "int8")])
+@pytest.mark.parametrize(
+    ("architecture", "precision"), [("qwen3_next", "none"), ("qwen3_5", "int8"), ("qwen3", "none")]
+)
 def test_states_do_not_depend_on_how_the_prompt_was_read(
     architecture: str, precision: str, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 128, "head_dim": 64}
     kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    if architecture == "qwen3":
+        kinds |= {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 300,
+        }
     model = random_model(architecture, max_position_embeddings=4096, **sizes, **kinds)
     form = ("--dtype", "bfloat16", "--weight_only_precision", precision, "--cache.reuse_state_tokens", "512")
     directory = build_engine(model, "full", *WINDOW, *LIMITS, *form)

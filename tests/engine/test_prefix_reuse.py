@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.support.long_prompts import (
     load_changed,
 )
 from tests.support.prefill import run_to_end
-from tests.support.random_models import save_random_model
+from tests.support.random_models import WINDOWS, save_random_model
 from torch import Tensor
 
 from kvseek.core.request import FinishReason, Request, RequestStatistics, SamplingConfig
@@ -157,13 +158,17 @@ HYBRID_SHAPE = SHAPE | {
 }
 
 
-@pytest.fixture(scope="module")
-def hybrid(random_model: RandomModel, build_engine: BuildEngine) -> Callable[..., Engine]:
-    """Load an engine of a hybrid in bfloat16, with fields of its configuration of the cache changed."""
-    own, everything = (
-        random_model("qwen3_next", **HYBRID_SHAPE, **HEADS),
-        method_flags("nested", CASES["nested"].everything),
-    )
+@pytest.fixture(scope="module", params=["states", "windows", "gemma3"])
+def hybrid(
+    request: pytest.FixtureRequest, random_model: RandomModel, build_engine: BuildEngine
+) -> Callable[..., Engine]:
+    """Load an engine of a hybrid, or with sliding windows, in bfloat16, with fields of its cache's configuration changed."""
+    architecture, shape = "qwen3_next", dict[str, Any](HYBRID_SHAPE)
+    if request.param == "windows":
+        architecture, shape = "qwen3", shape | WINDOWS | {"sliding_window": 100}
+    elif request.param == "gemma3":
+        architecture, shape = "gemma3", shape | {"layer_types": WINDOWS["layer_types"]}
+    own, everything = random_model(architecture, **shape, **HEADS), method_flags("nested", CASES["nested"].everything)
     directory = build_engine(own, "nested", *WINDOW, *LIMITS, *everything, "--dtype", "bfloat16")
     return lambda **cache: load_changed(directory, {"reuse_state_tokens": 512, **cache})
 
@@ -199,9 +204,7 @@ def test_a_hybrids_requests_that_come_together_share_states(hybrid: Callable[...
 
 def snapshot_bytes(engine: Engine) -> list[int]:
     """Sizes of an engine's snapshots."""
-    return [
-        sum(part.latest.nbytes + part.recurrent.nbytes for part in one.layers) for one in engine._prefixes._snapshots
-    ]
+    return [sum(part.nbytes for layer in one.layers for part in layer) for one in engine._prefixes._snapshots]
 
 
 def count_snapshots() -> int:

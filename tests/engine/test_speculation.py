@@ -18,6 +18,7 @@ from tests.plugins.cases import CASES, method_flags
 from tests.support.device_stand_ins import make_decoder
 from tests.support.long_prompts import HEADS, SHAPE, WINDOW, load_changed
 from tests.support.prefill import run_to_end
+from tests.support.random_models import WINDOWS
 from tests.support.steps_ahead import run_ahead
 
 from kvseek.bench.speed.drafts import GivenDrafter
@@ -213,6 +214,18 @@ def test_the_decoder_of_a_gpu_verifies(model: str, method: str, models: dict[str
     expected, tokenizer = answers(Engine.load(directory), REQUESTS), Tokenizer(directory)
     decoder = make_decoder(directory)
     engine = Engine(decoder.config, decoder, tokenizer, speculation=Speculation())
+    engine.make_drafter = drafts_of(REQUESTS, expected, 0.8)
+    assert [one[0] for one in answers(engine, REQUESTS)] == [one[0] for one in expected]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_layers_with_windows_verify(device: str, random_model: RandomModel, build_engine: BuildEngine) -> None:
+    """Tokens that are taken back leave nothing in the rings, whose window is shorter than the prompts."""
+    model = random_model("qwen3", **SHAPE | WINDOWS | {"num_hidden_layers": 3, "head_dim": 32}, **HEADS)
+    directory = Make(model, build_engine).directory("full", "--kernels", "native" if device == "cpu" else "reference")
+    plain = Engine.load(directory)
+    expected, decoder = answers(plain, REQUESTS), make_decoder(directory) if device == "cuda" else plain.decoder
+    engine = Engine(decoder.config, decoder, plain.tokenizer, speculation=Speculation())
     engine.make_drafter = drafts_of(REQUESTS, expected, 0.8)
     assert [one[0] for one in answers(engine, REQUESTS)] == [one[0] for one in expected]
 

@@ -132,7 +132,7 @@ def make_indexes(config: EngineConfig, cache: Cache) -> list[Index]:
                 num_heads=model.num_heads,
                 num_kv_heads=model.num_kv_heads,
                 head_dim=model.head_dim,
-                scaling=model.head_dim**-0.5,
+                scaling=model.scaling,
                 config=settings,
                 codebooks=method.traits(settings).codebooks(model.head_dim),
                 extents=cache.extents,

@@ -60,11 +60,26 @@ DELTA_SHAPE = {
     "linear_value_head_dim": 24,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+WINDOWS = {  # of three layers of a qwen2 or qwen3
+    "use_sliding_window": True,
+    "sliding_window": 50,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 EXPERTS_SHAPE = {
     "moe_intermediate_size": 32,
     "num_experts": 6,
     "num_experts_per_tok": 3,
     "shared_expert_intermediate_size": 64,
+}
+ARCHITECTURE_SHAPE["gemma3"] = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 50,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
 }
 ARCHITECTURE_SHAPE |= {
     "qwen3_next": {**DELTA_SHAPE, **EXPERTS_SHAPE, "norm_topk_prob": True, "mlp_only_layers": [1]},
@@ -79,8 +94,8 @@ def save_random_model(directory: Path, architecture: str, *, max_shard_size: str
     Parameters
     ----------
     architecture : str
-        One of ARCHITECTURES, MIXTURES, HYBRIDS, or mistral. Six query heads, two KV heads of 32 channels, three layers, 1,024
-        positions.
+        One of ARCHITECTURES, MIXTURES, HYBRIDS, mistral or gemma3. Six query heads, two KV heads of 32 channels, three layers,
+        1,024 positions.
     max_shard_size : str
         As save_pretrained takes it; a small one makes several shards.
     **config
@@ -89,7 +104,7 @@ def save_random_model(directory: Path, architecture: str, *, max_shard_size: str
     import transformers
 
     prefix = class_prefix(architecture)
-    text = "Text" * architecture.startswith("qwen3_5")
+    text = "Text" * architecture.startswith(("qwen3_5", "gemma3"))
     config_class = getattr(transformers, f"{prefix}{text}Config")
     values = {**SHAPE, **ARCHITECTURE_SHAPE[architecture], **config}
     torch.manual_seed(20)
@@ -109,7 +124,8 @@ def randomise(model: torch.nn.Module) -> None:
     """Give every parameter values that matter: transformers starts biases at 0 and norms at 1, where mistakes hide."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            centred = hasattr(model.config, "linear_key_head_dim") and "linear_attn" not in name
+            centred = model.config.model_type.startswith("gemma") or hasattr(model.config, "linear_key_head_dim")
+            centred = centred and "linear_attn" not in name
             torch.nn.init.uniform_(parameter, 0.5 - centred, 1.5 - centred)
         elif name.endswith("A_log"):
             torch.nn.init.uniform_(parameter, -4.0, 1.0)

@@ -228,7 +228,7 @@ def prompts(
     own: argparse.Namespace, bench: Bench, filler: Filler, cell: Cell, skipped: dict[str, str]
 ) -> list[dict[str, Any]]:
     """Causal attention of a whole prompt; the calls take milliseconds, so no graph is needed."""
-    model, scaling, context = bench.model, bench.model.head_dim**-0.5, cell.context
+    model, scaling, context = bench.model, bench.model.scaling, cell.context
     ours = PromptAttention(bench.kernels(bench.variants[0]), model, bench.dtype, CHUNK, context)
     if ours.refusal is not None:
         skipped["kvseek's prompts by cuDNN"] = ours.refusal

@@ -42,6 +42,7 @@ from kvseek.engine.model.library_attention import (
     causal_attention_device,
     cudnn_attention,
     flash_attention,
+    windowed_flash,
 )
 from kvseek.engine.model.prompt_windows import (
     FEWEST_QUERIES,
@@ -56,11 +57,13 @@ from kvseek.engine.model.prompt_windows import (
     window_tokens,
     windows,
 )
+from kvseek.engine.model.reference import windowed_attention
 from kvseek.kernels.cuda.attention.fp8_rows import FP8
 from kvseek.kernels.cuda.attention.merge_attention import PartialAttention, merge
 
 CUDNN_AND_FLASH, FLASH = "cuDNN and flash attention", "flash attention"
 MEMORY_EFFICIENT = "PyTorch's memory-efficient attention"
+FLASH_KEYS, MOST_FLASH_CHANNELS = 256, 256  # keys that all blocks of the kernel divide; of a head
 OF_THE_CPU = {"native": "kvseek's kernel", "reference": "PyTorch's flash attention for CPUs"}
 
 logger = logging.getLogger(__name__)
@@ -99,6 +102,8 @@ class PromptAttention:
         self._kernels, self._model, self.dtype = kernels, model, dtype
         self._window, self._block = window_tokens(chunk), block_tokens(longest)
         self._pack: tuple[tuple[int, ...], list[PackedPrompts]] | None = None  # the last one's borders, and its calls
+        # Borders of the last call with a window, here and on the device.
+        self._latest: tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tensor, Tensor]] | None = None
         self.refusal = self._refused()
         alone = MEMORY_EFFICIENT if dtype is torch.float32 else FLASH
         self.name = CUDNN_AND_FLASH if self.refusal is None else alone
@@ -117,12 +122,20 @@ class PromptAttention:
             self.fp8(queries, keys, keys, 1.0)
 
     def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, past: Fp8Past | None = None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        window: int | None = None,
+        past: Fp8Past | None = None,
     ) -> Tensor:
         """Attend from the last q tokens of a prompt to the whole of it, causally; see causal_attention_device.
 
         `past` is that of the layer, in which tokens before a window are rounded as far as they are read; None: 16 bits.
         """
+        if window is not None:
+            return self._attend_latest(queries, keys, values, (0, keys.shape[1]), scaling, window)
         if self.refusal is not None:
             return causal_attention_device(queries, keys, values, scaling)
         heads, q, dim = queries.shape
@@ -166,12 +179,20 @@ class PromptAttention:
         return found
 
     def attend_pack(
-        self, queries: Tensor, keys: Tensor, values: Tensor, borders: tuple[int, ...], scaling: float
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        borders: tuple[int, ...],
+        scaling: float,
+        window: int | None = None,
     ) -> Tensor:
         """Attend causally in each prompt of a pack to itself; see BlockAttention.
 
         Prompts that are filled up to the same number of tokens are one call, with the bits that each of them gets alone.
         """
+        if window is not None:
+            return self._attend_latest(queries, keys, values, borders, scaling, window)
         if self._pack is None or self._pack[0] != borders:  # the layers of a pack follow each other
             self._pack = borders, packed_prompts(borders, self._window, queries.device)
         tokens, (heads, _, dim) = queries.transpose(0, 1), queries.shape
@@ -192,6 +213,31 @@ class PromptAttention:
                 found = causal_attention_batch(filled, own_keys, own_values, scaling)
             out.index_copy_(0, one.own, found.transpose(1, 2).flatten(0, 1).index_select(0, one.places))
         return out
+
+    def _attend_latest(
+        self, queries: Tensor, keys: Tensor, values: Tensor, borders: tuple[int, ...], scaling: float, window: int
+    ) -> Tensor:
+        """Attend with a window in each prompt to itself, or from the last tokens of one prompt, whose borders have all tokens.
+
+        Keys begin at a multiple of the flash kernel's blocks, so that these are the same however a prompt is cut.
+        """
+        dim, device = queries.shape[2], queries.device
+        if self.dtype is torch.float32 or dim % 8 or dim > MOST_FLASH_CHANNELS:
+            if len(borders) == 2:
+                return windowed_attention(queries, keys, values, scaling, window)
+            spans = [slice(*span) for span in pairwise(borders)]
+            each = [(queries[:, span], keys[:, span], values[:, span]) for span in spans]
+            return torch.cat([windowed_attention(*one, scaling, window) for one in each])
+        of_queries = borders
+        if queries.shape[1] < keys.shape[1]:  # a chunk of one prompt
+            first = max(0, keys.shape[1] - queries.shape[1] + 1 - window) // FLASH_KEYS * FLASH_KEYS
+            keys, values = keys[:, first:], values[:, first:]
+            of_queries, borders = (0, queries.shape[1]), (0, keys.shape[1])
+        if self._latest is None or self._latest[0] != (of_queries, borders):  # layers follow each other
+            tensors = [to_device(torch.tensor(one), torch.int32, device) for one in (of_queries, borders)]
+            self._latest = (of_queries, borders), (tensors[0], tensors[1])
+        most = max(stop - first for first, stop in pairwise(borders))
+        return windowed_flash(queries, keys, values, self._latest[1], most, scaling, window)
 
     def attend_in_blocks(
         self,

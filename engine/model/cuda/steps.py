@@ -367,7 +367,7 @@ class KernelModel(WeightsModel):
     def run_layers(self, batch: Batch) -> StepResult:
         mark = self.retrieval.observer.op_launched
         x, rotation = self.ops.step_begin(batch, self.embed.weight, self.embed.first)
-        x = self.embed.complete(x)
+        x = self.scaled(self.embed.complete(x))
         mark("begin")
         delta = self.decode_layers(batch, x, rotation, partial(self.retrieval.attend, batch=batch), mark)
         logits = self.head.project(self.ops.add_rms_norm(x, delta, self.head.norm))

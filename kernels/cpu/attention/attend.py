@@ -163,7 +163,14 @@ def _layout(query: tuple[Any, ...], cache: tuple[Any, ...], scales: tuple[Any, .
     )
 
 
-def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, library: CpuLibrary) -> Tensor:
+def causal_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    library: CpuLibrary,
+    window: int | None = None,
+) -> Tensor:
     """Attend from the last q tokens of a sequence to the whole sequence, causally; the reference is in engine/model/reference.py.
 
     Sums are float32. To the bit, the result of a query does not depend on the other queries of the call, on keys and values
@@ -177,6 +184,8 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: flo
         dtype and device of the queries.
     scaling : float
         Factor of the scores, > 0.
+    window : int, optional
+        Latest tokens that each attends to, itself included; None: all.
 
     Returns
     -------
@@ -207,6 +216,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: flo
         q=q,
         n=n,
         dim=dim,
+        window=window or 0,
         bfloat16=queries.dtype is torch.bfloat16,
         threads=torch.get_num_threads(),
         scaling=scaling,

@@ -23,6 +23,7 @@ struct CausalAttentionArguments {
     int64_t key_head_stride, key_stride;
     int64_t value_head_stride, value_stride;
     int64_t kv_heads, group, q, n, dim;  // dim is even
+    int64_t window;                      // latest keys that a query attends to, its own included; 0: all
     int64_t bfloat16;                    // else float32
     int64_t threads;
     double scaling;  // > 0
@@ -100,20 +101,22 @@ class Unit {
         const T* keys = static_cast<const T*>(a_.keys) + head_ * a_.key_head_stride;
         const T* values = static_cast<const T*>(a_.values) + head_ * a_.value_head_stride;
         const int64_t end = memory_.ends[rows_ - 1];
-        for (int64_t start = 0; start < end; start += sizes_.keys) {
+        for (int64_t start = begin(0) / sizes_.keys * sizes_.keys; start < end; start += sizes_.keys) {
             const int64_t count = smaller(sizes_.keys, end - start);
             pack_columns<Words>(Rows<T>{keys + start * a_.key_stride, a_.key_stride, count, a_.dim}, sizes_.keys,
                                 memory_.keys);
             pack_summed<Words>(Rows<T>{values + start * a_.value_stride, a_.value_stride, count, a_.dim},
                                sizes_.channels, memory_.values);
             for (int64_t row = 0; row < rows_; row += ROWS)
-                if (memory_.ends[row + ROWS - 1] > start) attend(row, start);
+                if (memory_.ends[row + ROWS - 1] > start && begin(row) < start + sizes_.keys) attend(row, start);
         }
         write();
     }
 
   private:
     int64_t token(int64_t row) const { return first_ + row / a_.group; }
+    // The first key that a row attends to.
+    int64_t begin(int64_t row) const { return a_.window ? larger(memory_.ends[row] - a_.window, 0) : 0; }
     int64_t query_head(int64_t row) const { return head_ * a_.group + row % a_.group; }
 
     void load_queries() const {
@@ -137,9 +140,17 @@ class Unit {
                          memory_.scores, sizes_.keys, nullptr},
                         round_up(visible, COLUMNS));
         float shrink[ROWS];
-        for (int r = 0; r < ROWS; r++)
-            shrink[r] = soften<typename Words::Number>(memory_.scores + r * sizes_.keys, ends[r] - start,
-                                                       round_up(visible, LANES), scale_, memory_.softmax[row + r]);
+        for (int r = 0; r < ROWS; r++) {
+            float* scores = memory_.scores + r * sizes_.keys;
+            const int64_t first = begin(row + r) - start, width = round_up(visible, LANES);
+            if (first >= smaller(visible, ends[r] - start)) {  // the row sees no key of the block: its sums stay
+                std::memset(scores, 0, sizeof(float) * width);
+                shrink[r] = 1.0f;
+                continue;
+            }
+            for (int64_t key = 0; key < first; key++) scores[key] = -INFINITE;
+            shrink[r] = soften<typename Words::Number>(scores, ends[r] - start, width, scale_, memory_.softmax[row + r]);
+        }
         multiply<Words>(
             {reinterpret_cast<uint32_t*>(memory_.scores), sizes_.keys, memory_.values, sizes_.channels,
              (visible + Words::PAIR - 1) / Words::PAIR, memory_.sums + row * sizes_.channels, sizes_.channels, shrink},

@@ -30,7 +30,7 @@ LAYERS = 2
 EXPERT_SIZE, SHARED_SIZE = 24, 16  # intermediate sizes
 KEY_HEADS, KEY_DIM, VALUE_DIM, CONV_KERNEL = 2, 8, 12, 3  # of Gated DeltaNet layers
 SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")  # model types whose mixtures have a shared expert
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma3")
 PROMPT = [3, 17, 90, 4, 55, 3, 62, 8, 71, 29, 44, 13, 80, 6, 37, 91, 22, 58, 2, 66, 49, 11, 75, 30]
 GREEDY_TOKENS = 16
 MOST = 1e-4  # difference of logits, whose spread is about 1; measured: some 8e-6
@@ -105,7 +105,7 @@ def _plain_config(shape: Shape) -> dict[str, Any]:
     return (
         {
             "architectures": [f"{class_prefix(shape.model_type)}ForCausalLM"],
-            "model_type": f"{shape.model_type}_text" if shape.model_type.startswith("qwen3_5") else shape.model_type,
+            "model_type": f"{shape.model_type}{'_text' * shape.model_type.startswith(('qwen3_5', 'gemma3'))}",
             "vocab_size": shape.vocab_size,
             "hidden_size": shape.hidden_size,
             "intermediate_size": shape.intermediate_size,
@@ -115,10 +115,10 @@ def _plain_config(shape: Shape) -> dict[str, Any]:
             "head_dim": shape.head_dim,
             "max_position_embeddings": 128,
             "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
             "bos_token_id": 0,
             "eos_token_id": 1,
         }
+        | ({"query_pre_attn_scalar": 8} if shape.model_type == "gemma3" else {"hidden_act": "silu"})
         | (_mixture(shape) if shape.experts else {})
         | (_hybrid(shape) if shape.states else {})
     )
@@ -192,9 +192,11 @@ def _tensors(shape: Shape, seed: int) -> Tensors:
             output, attends = name.endswith("o_proj"), name.startswith("self_attn")
             if shape.output_bias if output else shape.qkv_bias if attends else shape.mlp_bias:
                 found[f"{prefix}{name}.bias"] = torch.randn(rows, generator=generator) / 2
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        gemma = shape.model_type == "gemma3"
+        around = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if gemma else ()
+        for name in ("input_layernorm", "post_attention_layernorm", *around):
             found[f"{prefix}{name}.weight"] = norm(hidden)
-        if shape.model_type.startswith("qwen3") and not has_state:
+        if (gemma or shape.model_type.startswith("qwen3")) and not has_state:
             for name in ("q_norm", "k_norm"):
                 found[f"{prefix}self_attn.{name}.weight"] = norm(shape.head_dim)
     return found
@@ -414,6 +416,28 @@ def cases(draw: st.DrawFn) -> Case:
     config |= {"mlp_bias": True} if shape.mlp_bias else {}
     config |= {"tie_word_embeddings": shape.head == "none"} if shape.head != "own" else {}
     config |= {"sliding_window": draw(st.sampled_from([None, 4096]))} if shape.model_type == "mistral" else {}
+    if shape.model_type == "gemma3":
+        config |= draw(
+            st.fixed_dictionaries(
+                {"sliding_window": st.sampled_from([2, 5, 9, 24, 64])},
+                optional={
+                    "sliding_window_pattern": st.sampled_from([1, 2, 3]),
+                    "layer_types": st.sampled_from([["sliding_attention", "full_attention"], ["full_attention"] * 2]),
+                    "rope_local_base_freq": st.sampled_from([1e4, 500.0]),
+                    "query_pre_attn_scalar": st.sampled_from([4, 8, 30]),
+                    "hidden_activation": st.sampled_from(["gelu_pytorch_tanh", "gelu_pytorch_tanh", "silu"]),
+                },
+            )
+        )
+    if shape.model_type in ("qwen2", "qwen3") and draw(st.booleans()):
+        kinds = st.sampled_from(["full_attention", "sliding_attention"])
+        config |= {"use_sliding_window": True, "sliding_window": draw(st.sampled_from([2, 5, 9, 24, 64, ABSENT]))}
+        config |= draw(
+            st.one_of(
+                st.fixed_dictionaries({"layer_types": st.lists(kinds, min_size=LAYERS, max_size=LAYERS)}),
+                st.fixed_dictionaries({}, optional={"max_window_layers": st.sampled_from([0, 1, 2])}),
+            )
+        )
     if shape.heads * shape.head_dim == shape.hidden_size and shape.model_type != "qwen3" and draw(st.booleans()):
         config["head_dim"] = ABSENT
     elif shape.model_type in BIASED:  # which has no such field: the size follows from others
@@ -446,10 +470,11 @@ def outcome(case: Case) -> str:
             assert "are available" not in reason, f"this machine has no room for the test: {reason}"
             assert not engine.parent.exists(), "a refused checkpoint left something behind"
             return f"refused: {reason}"
-        prompt = PROMPT[: decoder.config.max_seq_len - GREEDY_TOKENS]
-        tokens, found = greedy(decoder, prompt, GREEDY_TOKENS)
+        count = min(GREEDY_TOKENS, decoder.config.max_seq_len // 2)  # fewer where all layers have a short window
+        prompt = PROMPT[: decoder.config.max_seq_len - count]
+        tokens, found = greedy(decoder, prompt, count)
         try:
-            expected = transformers_logits(model, [*prompt, *tokens[:-1]])
+            expected = transformers_logits(model, [*prompt, *tokens[:-1]], count)
         except Exception as error:
             raise AssertionError(f"kvseek accepts what transformers refuses: {type(error).__name__}: {error}") from None
         # Transformers reads the engine's own tokens. With logits this close, its greedy decoding draws the same ones: it could
@@ -459,9 +484,9 @@ def outcome(case: Case) -> str:
         return "equal"
 
 
-def transformers_logits(model: Path, ids: list[int]) -> torch.Tensor:
-    """The logits of the last tokens [GREEDY_TOKENS, vocabulary], as whoever generates with the checkpoint gets them."""
+def transformers_logits(model: Path, ids: list[int], count: int = GREEDY_TOKENS) -> torch.Tensor:
+    """The logits of the last tokens [count, vocabulary], as whoever generates with the checkpoint gets them."""
     from transformers import AutoModelForCausalLM
 
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, local_files_only=True).eval()
-    return generated_logits(reference, ids, GREEDY_TOKENS, passes=GREEDY_TOKENS)
+    return generated_logits(reference, ids, count, passes=count)

@@ -255,6 +255,27 @@ def test_the_text_part_of_a_model_that_reads_images(
     assert build.main(["--check", "--output_dir", str(engine), "--model", str(model)]) == 0
 
 
+def test_the_text_part_of_a_gemma(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    text = random_models.SHAPE | ARCHITECTURE_SHAPE["gemma3"]
+    images = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    images |= {"image_size": 28, "patch_size": 14}
+    ids = {name: number for number, name in enumerate(("image_token_index", "boi_token_index", "eoi_token_index"), 5)}
+    config = transformers.Gemma3Config(text_config=text, vision_config=images, mm_tokens_per_image=4, **ids)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    randomise(model)
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    engine = tmp_path / "engine"
+    arguments = ["--model", str(tmp_path / "model"), "--output_dir", str(engine), "--method", "full"]
+    assert build.main([*arguments, "--kernels", "reference", "--text_only"]) == 0
+    told = capsys.readouterr().err
+    assert re.search(r"\d+ tensors for images \(multi_modal_projector\.\*, vision_tower\.\*\) are left out", told)
+    assert "8 greedy tokens are equal" in told
+    assert read_config(engine).model.architecture == "gemma3"
+
+
 def save_with_images(directory: Path, architecture: str) -> Path:
     """A model that reads images, with a head that predicts further tokens; of a mixture all experts are in one tensor."""
     import transformers

@@ -559,6 +559,38 @@ MISTRAL_1 = LLAMA_2 | {
     "rope_theta": 10000.0,
     "sliding_window": 4096,
 }
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "use_cache": True,
+    "vocab_size": 262144,
+}
 MISTRAL_2 = MISTRAL_1 | {"rope_theta": 1000000.0, "sliding_window": None}
 MISTRAL_NEMO = MISTRAL_2 | {
     "head_dim": 128,
@@ -616,6 +648,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "Qwen2-57B-A14B": (QWEN_2_57B, 57_408_658_944, {"head_dim": 128, "output_bias": False}),
     "Mistral-7B-v0.1": (MISTRAL_1, 7_241_732_096, {"architecture": "llama", "sliding_window": 4096}),
     "Mistral-7B-Instruct-v0.2": (MISTRAL_2, 7_241_732_096, {"rope_theta": 1e6, "sliding_window": None}),
+    "Gemma-3-1B": (
+        GEMMA_3_1B,
+        999_885_952,
+        {"row_layers": (5, 11, 17, 23), "sliding_window": 512, "local_rope_theta": 1e4, "scaling": 256**-0.5},
+    ),
     "Mistral-Nemo-2407": (MISTRAL_NEMO, 12_247_782_400, {"head_dim": 128, "num_heads": 32}),
 }
 # Served too, with another largest context than max_position_embeddings says.
@@ -683,8 +720,7 @@ PUBLISHED_MODELS_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_published_configurations(name: str, tmp_path: Path) -> None:
     values, parameters, expected = PUBLISHED[name]
     config = read_by_both(values, tmp_path)
-    found = vars(config)
-    assert {field: found[field] for field in expected} == expected
+    assert {field: getattr(config, field) for field in expected} == expected
     assert total_size(config, WeightFormat(torch.bfloat16)) == 2 * parameters
     assert config.max_position_embeddings == values["max_position_embeddings"]
 

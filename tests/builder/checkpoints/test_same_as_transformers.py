@@ -26,6 +26,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_fact
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 LENGTH = "original_max_position_embeddings"
 MISTRAL, QWEN2, QWEN3 = Shape("mistral"), Shape("qwen2", qkv_bias=True), Shape("qwen3")
+GEMMA = Shape("gemma3", head="none")
 MLP_BIASED = Shape(mlp_bias=True, qkv_bias=True, output_bias=True)
 BIASED_MISTRAL = Shape("mistral", qkv_bias=True, output_bias=True)
 
@@ -125,6 +126,19 @@ RUN = [
     Case(MISTRAL, {"sliding_window": None, "rope_scaling": LINEAR}),
     Case(QWEN2),
     Case(Shape("qwen3", head_dim=16)),
+    Case(QWEN2, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    Case(GEMMA, {"sliding_window_pattern": 2, "sliding_window": 7}),
+    Case(GEMMA, {"sliding_window_pattern": 1, "attention_bias": False, "rope_local_base_freq": 500.0}),
+    Case(GEMMA, {"sliding_window_pattern": 2, "rope_theta": 500.0, "rope_scaling": LINEAR, "query_pre_attn_scalar": 5}),
+    Case(QWEN3, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}),
+    Case(
+        QWEN3,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     Case(Shape("qwen2_moe", qkv_bias=True, experts=4, chosen=3), files=Files("bfloat16", "shards")),
     Case(Shape("qwen2_moe", qkv_bias=True, experts=5, chosen=5, normalised=True, dense=(0,))),
     Case(Shape("qwen3_moe", experts=9, chosen=2, normalised=True, dense=(1,))),

@@ -17,6 +17,7 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.plugins.cases import CASES, method_flags
 from tests.support.prefill import run_prefill, run_to_end
+from tests.support.random_models import WINDOWS
 from tests.support.waiting import SECONDS, wait_for
 from torch import Tensor
 
@@ -90,6 +91,8 @@ def test_every_method_has_the_tokens_of_one_rank(
         ("qwen2_moe", 4, 2, {}, 2, ()),  # a shared expert, and a layer without experts
         ("qwen3_moe", 4, 1, {}, 2, ("--weight_only_precision", "int8")),
         ("qwen3_next", 4, 2, {}, 2, ()),
+        ("qwen3", 4, 2, WINDOWS, 2, ()),
+        ("gemma3", 4, 1, {}, 2, ()),
         ("qwen3_5", 4, 1, {"attention_bias": True}, 2, ("--weight_only_precision", "int8")),
     ],
 )

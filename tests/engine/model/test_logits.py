@@ -162,14 +162,46 @@ def test_hybrids(
     compare(model, directory, torch.arange(tokens).mul(7).remainder(379).tolist())
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+SLIDING = ["full_attention", "sliding_attention", "full_attention"]
+WINDOWS: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen3", 100, {"layer_types": SLIDING}),
+    ("qwen3", 2, {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    ("qwen2", 800, {"max_window_layers": 1}),
+    ("gemma3", 300, {}),
+    ("gemma3", 40, {"attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 7, "layer_types": None}),
+]
+
+
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("tokens", [5, 700, 3000])
+@pytest.mark.parametrize(("architecture", "window", "fields"), WINDOWS)
+def test_sliding_windows(
+    architecture: str,
+    window: int,
+    fields: dict[str, Any],
+    tokens: int,
+    kernels: str,
+    random_model: RandomModel,
+    build_engine: BuildEngine,
+) -> None:
+    own = {"sliding_window": window, "max_position_embeddings": 4096}
+    own |= {} if architecture == "gemma3" else {"use_sliding_window": True}
+    model = random_model(architecture, **own, **fields)
+    directory = build_engine(model, "full", "--prefill_chunk_tokens", "500", "--kernels", kernels)
+    compare(model, directory, torch.arange(tokens).mul(7).remainder(379).tolist())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next", "qwen3"])
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_with_experts_and_states(
+def test_every_method_with_experts_and_states_and_windows(
     method: str, architecture: str, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
     """With budgets of as many rows as there are."""
-    kinds = {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
-    model = random_model(architecture, **kinds if architecture == "qwen3_next" else {})
+    kinds: dict[str, dict[str, Any]] = {
+        "qwen3_next": {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+        "qwen3": {"layer_types": SLIDING, "use_sliding_window": True, "sliding_window": 100},
+    }
+    model = random_model(architecture, **kinds.get(architecture, {}))
     window = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--cache.full_threshold", "0")
     directory = build_engine(model, method, *window, *method_flags(method, CASES[method].everything))
     compare(model, directory, torch.arange(300).mul(7).remainder(379).tolist())

@@ -12,7 +12,7 @@ import torch
 from tests.conftest import BuildEngine, RandomModel
 from tests.support.device_stand_ins import make_decoder
 from tests.support.prefill import run_prefill, run_to_end
-from tests.support.random_models import ARCHITECTURES, HYBRIDS, MIXTURES
+from tests.support.random_models import ARCHITECTURES, HYBRIDS, MIXTURES, WINDOWS
 from torch import Tensor
 
 from kvseek.core.request import FinishReason, Request, StepOutput
@@ -38,7 +38,9 @@ def directories(random_model: RandomModel, build_engine: BuildEngine) -> dict[st
     built = {}
     biased = random_model("llama", rope_parameters=LONGROPE, mlp_bias=True, attention_bias=True)
     models = {architecture: random_model(architecture) for architecture in (*ARCHITECTURES, *MIXTURES, *HYBRIDS)} | {
-        "longrope": biased
+        "longrope": biased,
+        "windows": random_model("qwen3", **WINDOWS),
+        "gemma3": random_model("gemma3"),
     }
     for architecture, model in models.items():
         built[architecture] = build_engine(
@@ -71,7 +73,7 @@ def decode(decoder: Any, slots: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("architecture", "device"),
     [
-        *itertools.product([*ARCHITECTURES, "qwen3_5", "longrope"], ["cpu", "cuda"]),
+        *itertools.product([*ARCHITECTURES, "qwen3_5", "longrope", "windows", "gemma3"], ["cpu", "cuda"]),
         *((mixture, "cpu") for mixture in (*MIXTURES, "qwen3_next", "qwen3_5_moe")),
     ],
 )

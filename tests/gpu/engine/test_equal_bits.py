@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 from tests.conftest import BuildEngine, RandomModel
 from tests.engine.test_equal_bits import LIMITS, SHAPE, WINDOW, ask, check_equal_bits, numbers
+from tests.gpu.kernels.layer.test_delta_net import run_all
 from tests.gpu.plugins.test_methods import CONTESTANTS
+from tests.support.random_models import WINDOWS
 
 from kvseek.engine.engine import Engine
 
 pytestmark = pytest.mark.gpu
+
+EVERY_512 = ("--dtype", "bfloat16", "--cache.reuse_state_tokens", "512")
 
 METHODS = {"full": ("full", ()), **CONTESTANTS}
 FORMS = [("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float16", "fp8")]
@@ -65,6 +69,37 @@ def test_states_do_not_depend_on_how_the_prompt_was_read(
     directory = on_gpu(model, "full", *WINDOW, *LIMITS, *form)
     check_equal_bits(directory)
     check_batches(directory)
+
+
+@pytest.mark.parametrize(("architecture", "window"), [("qwen3", 300), ("gemma3", 128)])
+def test_windows_do_not_depend_on_how_the_prompt_was_read(
+    architecture: str, window: int, random_model: RandomModel, on_gpu: BuildEngine
+) -> None:
+    directory = on_gpu(windowed(architecture, window, random_model), "full", *WINDOW, *LIMITS, *EVERY_512)
+    check_equal_bits(directory)
+    check_batches(directory)
+
+
+@pytest.mark.parametrize(("architecture", "window"), [("qwen3", 100), ("gemma3", 50)])
+def test_windows_have_the_logits_of_the_cpu(
+    architecture: str, window: int, random_model: RandomModel, build_engine: BuildEngine, on_gpu: BuildEngine
+) -> None:
+    """Steps in graphs, at batches of several sizes, and prompts in chunks."""
+    model, form = windowed(architecture, window, random_model), ("--dtype", "bfloat16", "--max_batch_size", "4")
+    decoders = (Engine.load(build(model, "full", *WINDOW, *form)).decoder for build in (build_engine, on_gpu))
+    prompts = {slot: [(7 * token + slot) % 379 for token in range(180 - 20 * slot)] for slot in range(3)}
+    steps = [[(31 * step + 17 * slot) % 379 for slot in range(3)] for step in range(12)]
+    expected, found = (run_all(decoder, prompts, steps)[0] for decoder in decoders)
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 0.05
+
+
+def windowed(architecture: str, window: int, random_model: RandomModel) -> Path:
+    """A model of three layers, of which the middle one attends to all tokens."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "head_dim": 64}
+    fields = WINDOWS | sizes | {"sliding_window": window, "max_position_embeddings": 4096}
+    if architecture == "gemma3":
+        del fields["use_sliding_window"]
+    return random_model(architecture, **fields)
 
 
 @pytest.mark.parametrize(

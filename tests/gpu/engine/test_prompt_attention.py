@@ -16,6 +16,7 @@ from torch import Tensor
 from kvseek.core.model_config import ModelConfig
 from kvseek.engine.model.cuda.attention import PromptAttention
 from kvseek.engine.model.library_attention import causal_attention_device
+from kvseek.engine.model.reference import windowed_attention
 from kvseek.kernels.cuda.attention.merge_attention import PartialAttention
 from kvseek.kernels.cuda.attention.merge_attention import merge as merge_parts
 from kvseek.kernels.reference.attention.attend import merge
@@ -117,6 +118,27 @@ def test_a_query_gives_the_same_bits_whatever_the_chunks(
     whole = read((*range(0, n, 2048), n))
     for borders in ((0, n), (0, 1, 700, 2049, 2112, 5000, 8191, 8192, 40_000, n - 30, n), (0, 8448, n - 1, n)):
         assert torch.equal(read(borders), whole), borders
+
+
+@pytest.mark.parametrize("window", [1, 128, 1000, 4096])
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("float16", 96, 1), ("bfloat16", 256, 2)])
+def test_a_window_gives_the_same_bits_whatever_the_chunks_and_in_a_pack(
+    dtype: str, dim: int, group: int, window: int, kernels: MakeKernels, device: torch.device
+) -> None:
+    torch.manual_seed(window)
+    attention, n = make(kernels, dtype, dim, group), 9000
+    queries = torch.randn(n, KV_HEADS * group, dim, device=device).to(attention.dtype).transpose(0, 1)
+    keys, values = rows(dtype, device, n, dim, scale=2.0), rows(dtype, device, n, dim)
+    whole = attention(queries, keys, values, dim**-0.5, window)
+    check(whole, windowed_attention(queries.float(), keys.float(), values.float(), dim**-0.5, window), ATTENDED[dtype])
+    for borders in ((0, 2048, 4096, 6144, 8192, n), (0, 1, 700, 2049, 5000, n - 30, n)):
+        chunks = [(queries[:, a:b], keys[:, :b], values[:, :b]) for a, b in pairwise(borders)]
+        assert torch.equal(torch.cat([attention(*one, dim**-0.5, window) for one in chunks]), whole), borders
+    borders = (0, 1, 300, 2048, n)
+    found = attention.attend_pack(queries, keys, values, borders, dim**-0.5, window)
+    for first, stop in pairwise(borders):
+        own = (part[:, first:stop] for part in (queries, keys, values))
+        assert torch.equal(found[first:stop], attention(*own, dim**-0.5, window)), (first, stop)
 
 
 @pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 3), ("bfloat16", 64, 7), ("float16", 96, 1)])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
@@ -19,6 +20,7 @@ from kvseek.core.model_config import ModelConfig
 from kvseek.engine.model.cuda.attention import (
     CUDNN_AND_FLASH,
     FLASH,
+    FLASH_KEYS,
     MEMORY_EFFICIENT,
     PromptAttention,
     expected_attention,
@@ -37,6 +39,7 @@ from kvseek.engine.model.prompt_windows import (
     window_tokens,
     windows,
 )
+from kvseek.engine.model.reference import windowed_attention
 from kvseek.kernels.cuda.attention.merge_attention import MERGED_PARTS
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 
@@ -124,6 +127,36 @@ def test_without_cudnn_flash_attention_reads_prompts_by_name(caplog: pytest.LogC
     assert PromptAttention(kernels, MODEL, torch.float32, 2048, 4096).name == MEMORY_EFFICIENT
     with pytest.raises(ConfigError, match="prefill_precision = 'fp8': must be 'none' where cuDNN refuses 16 bits"):
         PromptAttention(kernels, MODEL, torch.bfloat16, 2048, 4096, fp8=True)
+
+
+@pytest.mark.parametrize("window", [1, 90, 300, 3000])
+def test_with_a_window_flash_attention_reads_what_it_needs(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch in place of the kernel: borders of chunks and of packs, and keys from a multiple of its blocks on."""
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, borders: Any, most: int, scaling: float, own_window: int) -> Tensor:
+        spans = [list(pairwise(one.tolist())) for one in borders]
+        assert (k.shape[1] - q.shape[1] < window + FLASH_KEYS) or len(spans[0]) > 1
+        assert all(stop - first <= most for span in spans for first, stop in span)
+        parts = [
+            windowed_attention(q[:, a:b], k[:, c:d], v[:, c:d], scaling, own_window)
+            for (a, b), (c, d) in zip(*spans, strict=True)
+        ]
+        return torch.cat(parts)
+
+    monkeypatch.setattr("kvseek.engine.model.cuda.attention.windowed_flash", flash)
+    kernels: Any = SimpleNamespace(device=torch.device("cpu"))
+    borders, queries = (0, 1, 40, 500, 1100, 1400), torch.randn(4, 1400, 32)
+    keys, values = torch.randn(2, 1400, 32), torch.randn(2, 1400, 32)
+    for dtype in (torch.bfloat16, torch.float32):
+        attention = PromptAttention(kernels, MODEL, dtype, 2048, 4096)
+        whole = windowed_attention(queries, keys, values, 0.2, window)
+        for start, stop in pairwise(borders):
+            found = attention(queries[:, start:stop], keys[:, :stop], values[:, :stop], 0.2, window)
+            torch.testing.assert_close(found, whole[start:stop])
+        found = attention.attend_pack(queries, keys, values, borders, 0.2, window)
+        for start, stop in pairwise(borders):
+            alone = (part[:, start:stop] for part in (queries, keys, values))
+            torch.testing.assert_close(found[start:stop], windowed_attention(*alone, 0.2, window))
 
 
 def test_prompts_of_a_pack_are_few_calls() -> None:

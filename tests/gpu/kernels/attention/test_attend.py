@@ -12,7 +12,8 @@ from tests.gpu.conftest import MakeKernels
 from tests.gpu.kernels.attention.random_cache import POISON, RandomCache
 from torch import Tensor
 
-from kvseek.core.batch import RequestState, Selection, pack
+from kvseek.core.batch import Batch, RequestState, Selection, pack
+from kvseek.core.config import MOST_DRAFTED
 from kvseek.kernels.cuda.attention.attend import DeviceAttention
 from kvseek.kernels.cuda.attention.hot_rows import HotRows, empty_frames
 
@@ -97,7 +98,52 @@ def compare(found: Tensor, expected: Tensor, requests: Sequence[RequestState]) -
         assert error(found[number], expected[number]) <= LIMITS[found.dtype], request
 
 
+def check_rings(dtype: str, dim: int, group: int, window: int, kernels: MakeKernels, device: torch.device) -> None:
+    """Attention of a layer with a window is that over its latest rows in order; several tokens of a slot may be in one step."""
+    torch.manual_seed(window)
+    rows, positions = window + MOST_DRAFTED, [0, window // 2, window - 1, window, 3 * window + 5]
+    slots = [*range(len(positions)), *[4] * MOST_DRAFTED]
+    positions += [positions[4] + ahead for ahead in range(1, MOST_DRAFTED + 1)]
+    ring = torch.full((len(slots), KV_HEADS, rows, 2, dim), POISON, dtype=getattr(torch, dtype), device=device)
+    latest = {slot: max(own for at, own in zip(slots, positions, strict=True) if at == slot) for slot in set(slots)}
+    for slot, last in latest.items():
+        for position in range(max(0, last + 1 - rows), last + 1):
+            ring[slot, :, position % rows] = torch.randn(KV_HEADS, 2, dim, device=device).to(ring.dtype)
+    table = torch.zeros(len(slots), 1, dtype=torch.int32, device=device)
+    states = [RequestState(slot=slot, position=own, length=7) for slot, own in zip(slots, positions, strict=True)]
+    batch = Batch.of(states, table).in_rings(window, rows)
+    attention = DeviceAttention(
+        kernels(dtype, dim, group, rounded_rows=False),
+        num_heads=KV_HEADS * group,
+        kv_heads=KV_HEADS,
+        head_dim=dim,
+        dtype=ring.dtype,
+        window_rows=rows,
+        sink=0,
+        entries=0,
+        max_batch=16,
+        scaling=dim**-0.5,
+        device=device,
+        splits=1,
+    )
+    queries = 2 * torch.randn(len(slots), KV_HEADS * group, dim, device=device).to(ring.dtype)
+    found = attention.launch(queries, batch, ring, ring.data_ptr(), 0, None)
+    for number, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        places = [own % rows for own in range(max(0, position + 1 - window), position + 1)]
+        keys, values = ring[slot][:, places].float().repeat_interleave(group, dim=0).unbind(2)
+        weights = ((queries[number].float()[:, None] @ keys.mT) * dim**-0.5).softmax(dim=-1)
+        expected = (weights @ values)[:, 0].cpu()
+        assert error(found[number], expected) <= LIMITS[ring.dtype], (slot, position)
+
+
 pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("window", [1, 100, 512, 5000])
+@pytest.mark.parametrize(("dtype", "dim", "group"), [("bfloat16", 128, 4), ("float16", 64, 3), ("bfloat16", 256, 2)])
+def test_rings(dtype: str, dim: int, group: int, window: int, kernels: MakeKernels, device: torch.device) -> None:
+    check_rings(dtype, dim, group, window, kernels, device)
+
 
 LENGTHS = (0, 1, 7, 100, 1023, 1024, 1025, 5000)
 # Sink rows, first ring row, ring rows; the sink has 16 rows, the ring 72.

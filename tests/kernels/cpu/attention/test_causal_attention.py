@@ -41,25 +41,26 @@ def make(q: int, n: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
     return queries, rows[0, :, 2 : n + 2], rows[1, :, 2 : n + 2]
 
 
-def exact(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+def exact(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None = None) -> Tensor:
     """Causal attention in float64, [q, H, D]."""
     group, (q, n) = queries.shape[0] // keys.shape[0], (queries.shape[1], keys.shape[1])
     keys, values = (part.double().repeat_interleave(group, dim=0) for part in (keys, values))
-    later = torch.arange(n) > torch.arange(n - q, n)[:, None]
-    scores = (queries.double() @ keys.mT * scaling).masked_fill(later, -torch.inf)
+    behind = torch.arange(n - q, n)[:, None] - torch.arange(n)
+    unseen = (behind < 0) | (behind >= (window or n))
+    scores = (queries.double() @ keys.mT * scaling).masked_fill(unseen, -torch.inf)
     return (scores.softmax(dim=-1) @ values).transpose(0, 1)
 
 
-def check(library: CpuLibrary, parts: tuple[Tensor, Tensor, Tensor], scaling: float) -> None:
+def check(library: CpuLibrary, parts: tuple[Tensor, Tensor, Tensor], scaling: float, window: int | None = None) -> None:
     """Float32 is compared with float64; bfloat16 must be as near to it as PyTorch's flash attention."""
-    found, expected = causal_attention(*parts, scaling, library), exact(*parts, scaling)
+    found, expected = causal_attention(*parts, scaling, library, window), exact(*parts, scaling, window)
     assert found.is_contiguous()
     assert found.dtype is parts[0].dtype
     error = (found - expected).norm() / expected.norm()
     if found.dtype is torch.float32:
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     else:
-        reference = in_pytorch.causal_attention(*parts, scaling)
+        reference = in_pytorch.causal_attention(*parts, scaling, window)
         assert error <= 1.05 * (reference - expected).norm() / expected.norm()
 
 
@@ -70,6 +71,13 @@ def test_it_is_as_near_to_float64_as_it_can_be(
 ) -> None:
     torch.manual_seed(sum(shape))
     check(library, make(*shape, dtype), shape[-1] ** -0.5)
+
+
+@pytest.mark.parametrize("window", [1, 2, 31, 32, 256, 500])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+def test_a_window(library: CpuLibrary, shape: tuple[int, int, int, int, int], window: int) -> None:
+    torch.manual_seed(sum(shape))
+    check(library, make(*shape, torch.float32), shape[-1] ** -0.5, window)
 
 
 @settings(max_examples=20)
@@ -87,16 +95,18 @@ def test_any_shape(library: CpuLibrary, q: int, past: int, kv_heads: int, group:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 90])
 def test_a_query_depends_neither_on_threads_nor_on_its_chunk(
-    library: CpuLibrary, level: int | None, dtype: torch.dtype
+    library: CpuLibrary, level: int | None, dtype: torch.dtype, window: int | None
 ) -> None:
     queries, keys, values = make(300, 700, 6, 2, 64, dtype)
-    whole = causal_attention(queries, keys, values, 0.125, library)  # with one thread: tests/conftest.py
+    whole = causal_attention(queries, keys, values, 0.125, library, window)  # with one thread: tests/conftest.py
     torch.set_num_threads(3)
-    assert torch.equal(causal_attention(queries, keys, values, 0.125, library), whole)
+    assert torch.equal(causal_attention(queries, keys, values, 0.125, library, window), whole)
     for start, stop in [(0, 100), (100, 101), (101, 300)]:
         own = keys[:, : 400 + stop], values[:, : 400 + stop]
-        assert torch.equal(causal_attention(queries[:, start:stop], *own, 0.125, library), whole[start:stop])
+        found = causal_attention(queries[:, start:stop], *own, 0.125, library, window)
+        assert torch.equal(found, whole[start:stop])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])

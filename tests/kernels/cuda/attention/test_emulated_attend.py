@@ -22,6 +22,11 @@ def test_matches_the_reference(dtype: str, dim: int, group: int, rounded: bool) 
     on_gpu.test_matches_the_reference(dtype, dim, group, rounded, True, emulated_attention, CPU)
 
 
+@pytest.mark.parametrize("window", [1, 100])
+def test_rings(window: int) -> None:
+    on_gpu.check_rings("bfloat16", 64, 3, window, emulated_attention, CPU)
+
+
 @pytest.mark.parametrize("rounded", [False, True])
 def test_places_in_any_order_with_gaps(rounded: bool) -> None:
     on_gpu.test_places_in_any_order_with_gaps("bfloat16", 64, 3, rounded, True, emulated_attention, CPU)
