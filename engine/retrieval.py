@@ -20,7 +20,7 @@ from kvseek.core.batch import (
     REQUEST_FIELDS,
     Batch,
     Selection,
-    give_scratch,
+    arrange,
 )
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
@@ -245,7 +245,7 @@ class Retrieval:
         dense, near = self._are_dense(states[:, 2] + 1, states[:, 7], rows), states[:, 4] + states[:, 6]
         if changed or (dense != states[:, 8]).any():
             states[:, 8] = dense
-            give_scratch(states)
+            arrange(states, self.cache.extents.table.numpy())
             self._selecting.difference_update(slots)
             self._selecting.update(slot for slot, is_dense in zip(slots, dense.tolist(), strict=True) if not is_dense)
         return torch.from_numpy(states.copy()), (near + np.where(dense, states[:, 7], rows)).tolist()

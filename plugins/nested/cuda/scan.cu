@@ -2,6 +2,9 @@
 //
 // A key's score is the largest over the lanes (query heads) of (s <h, q> + <m - m0, q>) / ‖q‖, m being the mean of the
 // key's block and m0 that of the first block: without m0 the lane whose product with all keys is large would win.
+//
+// Up to four neighbouring requests that have the same keys, such as the positions of a draft, are scanned together as far
+// as they have: a warp reads and unpacks the keys once. Scores are the same to the bit.
 #include "kernels/cuda/codes/products.cuh"
 #include "select.cuh"
 
@@ -14,10 +17,58 @@ constexpr int UNIT_TILES = 4;
 constexpr int UNIT = UNIT_TILES * codes::TILE;  // keys that a warp has on their way
 constexpr int PAIRS = UNIT_TILES / 2;
 
+using codes::MOST_TOGETHER;
+using RequestColumns = codes::RequestColumns<LANES>;
+constexpr bool SCANS_TOGETHER = RequestColumns::TILES * RequestColumns::CHUNKS <= 32;  // else registers do not suffice
+
 struct ScanMemory {
-    int histogram[BINS];
-    Queries queries;
+    union {
+        alignas(16) int histogram[BINS];
+        // Of requests scanned together, two counts of 16 bits a word.
+        unsigned pairs[SCANS_TOGETHER ? MOST_TOGETHER / 2 : 1][BINS];
+    };
+    Queries queries[SCANS_TOGETHER ? MOST_TOGETHER : 1];
+    // Of each request's lanes: products with the mean of the first block, and what a product with a mean counts.
+    float first[MOST_TOGETHER][LANES], factors[MOST_TOGETHER][LANES];
 };
+
+// What a block does: a part of the places begin .. end - 1, for one request or some neighbours together.
+struct Scanning {
+    Unit block;
+    int requests, begin, end;
+};
+
+// The places that a request has in common with its companions count for the first of these, and the others for each.
+struct CommonPlaces {
+    __device__ __forceinline__ int operator()(const Request& request) const {
+        return SCANS_TOGETHER && request.companions == 0 ? request.common : 0;
+    }
+};
+struct OwnPlaces {
+    __device__ __forceinline__ int operator()(const Request& request) const {
+        return request.dense ? 0 : request.length - (SCANS_TOGETHER ? request.common : 0);
+    }
+};
+
+// All threads of the block call it.
+__device__ __forceinline__ Scanning share_scan(const SelectArguments& a, Units& units) {
+    const int number = blockIdx.x, most = gridDim.x;
+    if (a.batch == 1) return {{0, number, most, 0, a.requests[0].dense == 0}, 1, 0, a.requests[0].length};
+    units.divide_two(a.requests, a.batch, gridDim.x, most, CommonPlaces(), OwnPlaces());
+    __syncthreads();
+    Unit block = units.find(number);
+    const Request* request = a.requests + block.request;
+    const int common = CommonPlaces()(*request), parts = Units::units_of(common, most, units.of_amount);
+    if (block.part >= parts) {
+        block.part -= parts, block.parts -= parts;
+        return {block, 1, request->length - OwnPlaces()(*request), request->length};
+    }
+    block.parts = parts;
+    int requests = 1;
+    while (requests < MOST_TOGETHER && block.request + requests < a.batch && request[requests].companions == requests)
+        requests++;
+    return {block, requests, 0, common};
+}
 
 // What a warp has on its way: the words of UNIT keys, the scales of this thread's rows of their products, and the mean
 // of their block, if it is another one than that of the unit before.
@@ -126,41 +177,38 @@ __device__ __forceinline__ unsigned ordered_half(float score) {
     return bits & 0x8000u ? ~bits & 0xffffu : bits | 0x8000u;
 }
 
-}  // namespace nested
-}  // namespace kvseek
+// The same of two keys, the first in the lower half.
+__device__ __forceinline__ unsigned ordered_halves(float first, float second) {
+    const __half2 both = __floats2half2_rn(fminf(fmaxf(first, -codes::LARGEST_HALF), codes::LARGEST_HALF),
+                                           fminf(fmaxf(second, -codes::LARGEST_HALF), codes::LARGEST_HALF));
+    const unsigned bits = *reinterpret_cast<const unsigned*>(&both);
+    return bits ^ ((bits >> 15 & 0x00010001u) * 0xffffu | 0x80008000u);
+}
 
-// grid: as many blocks as requests at least, kv_heads
-extern "C" __global__ void __launch_bounds__(kvseek::nested::SCAN_THREADS)
-    kvseek_nested_scan(const __grid_constant__ kvseek::nested::SelectArguments a) {
-    using namespace kvseek;
-    using namespace kvseek::nested;
-    __shared__ ScanMemory memory;
-    __shared__ Units units;
-    const Unit block = share_keys(a, units, gridDim.x);  // requests, table and codes are older than this step's kernels
-    const Task task(a, block.request);
-    const int length = block.exists ? task.length() : 0;
-    const Share share((length + UNIT - 1) / UNIT, block.parts, block.part);
-    Share own(share.last - share.first, SCAN_WARPS, threadIdx.x / WARP);  // neighbours, which share means
-    own.first += share.first, own.last += share.first;
+// Scan for one request. The warp's units are own.first .. own.last - 1.
+__device__ __forceinline__ void scan_alone(const SelectArguments& a, const Scanning& work, const Share& own,
+                                           ScanMemory& memory) {
+    const Task task(a, work.block.request);
     KeyUnit next;
     codes::MeanWords first;
-    if (length > 0) first.load(codes::Means(a), task.row(a, 0));
+    if (work.block.exists) first.load(codes::Means(a), task.row(a, 0));
     if (own.first < own.last) next.load(a, task, own.first, true);
     for (int i = threadIdx.x; i < BINS; i += SCAN_THREADS) memory.histogram[i] = 0;
     await_earlier_kernels();
     allow_later_kernels();
-    if (!block.exists) return;
-    memory.queries.prepare(task.queries(a), a.signs);
-    Columns columns(memory.queries);
-    columns.multiply_mean(first, memory.queries, columns.first);
+    if (!work.block.exists) return;
+    Queries& queries = memory.queries[0];
+    queries.prepare(task.queries(a), a.signs);
+    Columns columns(queries);
+    columns.multiply_mean(first, queries, columns.first);
     for (int number = own.first; number < own.last; number++) {
         const KeyUnit unit = next;
         if (number + 1 < own.last) next.load(a, task, number + 1, false);
-        if (unit.new_block) columns.take_mean(unit.mean, memory.queries);
+        if (unit.new_block) columns.take_mean(unit.mean, queries);
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
             const unsigned score = ordered_half(columns.own_product(unit, pair));
-            if (number * UNIT + KeyUnit::own(pair) < length) {
+            if (number * UNIT + KeyUnit::own(pair) < work.end) {
                 a.scores[unit.scratch + KeyUnit::own(pair)] = static_cast<unsigned short>(score);
                 atomicAdd(&memory.histogram[score >> BIN_SHIFT], 1);
             }
@@ -170,4 +218,151 @@ extern "C" __global__ void __launch_bounds__(kvseek::nested::SCAN_THREADS)
     int* totals = a.totals + task.number * BINS;
     for (int i = threadIdx.x; i < BINS; i += SCAN_THREADS)
         if (const int count = memory.histogram[i]) atomicAdd(totals + i, count);
+}
+
+// What a warp has on its way of UNIT keys that several requests have. This thread's rows of a tile's product are two
+// neighbouring keys.
+struct CommonUnit {
+    codes::Words keys[UNIT_TILES][2];
+    __half2 scales[UNIT_TILES];
+    codes::MeanEighths mean;
+    bool new_block;
+
+    // The first of this thread's keys of a tile.
+    __device__ __forceinline__ static int own(int tile) {
+        return tile * codes::TILE + 2 * (static_cast<int>(threadIdx.x) % WARP / 4);
+    }
+    __device__ __forceinline__ void load_mean(const SelectArguments& a, unsigned row, bool is_first) {
+        new_block = is_first || (row & ((1u << a.block_bits) - 1)) == 0;
+        if (new_block) mean.load(codes::Means(a), row);
+    }
+    __device__ __forceinline__ void load_tile(const SelectArguments& a, unsigned row, int tile) {
+        const unsigned first = row + own(tile);
+        const unsigned char* from =
+            a.high + static_cast<size_t>(first) * FIELD + threadIdx.x % 4 * (4 * codes::WORDS);
+        keys[tile][0].load(from), keys[tile][1].load(from + FIELD);
+        const unsigned both = __ldcs(reinterpret_cast<const unsigned*>(a.scales + first));
+        scales[tile] = *reinterpret_cast<const __half2*>(&both);
+    }
+    __device__ __forceinline__ void load(const SelectArguments& a, unsigned row, bool is_first) {
+        load_mean(a, row, is_first);
+#pragma unroll
+        for (int tile = 0; tile < UNIT_TILES; tile++) load_tile(a, row, tile);
+    }
+};
+
+// Add the counts of requests scanned together to their tasks' totals, and begin anew. All threads call it.
+__device__ __forceinline__ void add_pairs(const SelectArguments& a, const Scanning& work, ScanMemory& memory) {
+    __syncthreads();
+#pragma unroll 1
+    for (int request = 0; request < work.requests; request++) {
+        int* totals = a.totals + Task(a, work.block.request + request).number * BINS;
+        for (int i = threadIdx.x; i < BINS; i += SCAN_THREADS)
+            if (const int count = memory.pairs[request / 2][i] >> request % 2 * 16 & 0xffff) atomicAdd(totals + i, count);
+    }
+    __syncthreads();
+}
+
+// Scan for several requests.
+__device__ __forceinline__ void scan_together(const SelectArguments& a, const Scanning& work, const Share& own,
+                                              int most_units, ScanMemory& memory) {
+    constexpr int COUNTED_UNITS = 0xffff / (UNIT * SCAN_WARPS);  // of a warp, after which a count may be full
+    const Task task(a, work.block.request);
+    const int member = threadIdx.x % 4;  // the request whose scores this thread ends up with
+    const bool counts = member < work.requests;
+    const Task own_task(a, work.block.request + min(member, work.requests - 1));
+    CommonUnit unit;
+    codes::MeanEighths first;
+    first.load(codes::Means(a), task.row(a, 0));
+    if (own.first < own.last) unit.load(a, task.row(a, own.first * UNIT), true);
+    auto clear = [&] {
+        for (int i = threadIdx.x; i < MOST_TOGETHER / 2 * BINS / 4; i += SCAN_THREADS)
+            reinterpret_cast<uint4*>(memory.pairs)[i] = make_uint4(0, 0, 0, 0);
+    };
+    clear();
+    await_earlier_kernels();
+    allow_later_kernels();
+    if (!work.block.exists) return;
+    for (int i = threadIdx.x / WARP; i < MOST_TOGETHER * LANES; i += SCAN_WARPS) {
+        const Task other(a, work.block.request + min(i / LANES, work.requests - 1));
+        memory.queries[i / LANES].prepare_lane(other.queries(a), i % LANES, a.signs);
+    }
+    __syncthreads();
+    const Queries& queries = memory.queries[member];
+    const RequestColumns columns(memory.queries);
+    float factor[LANES], bias[LANES];
+#pragma unroll
+    for (int lane = 0; lane < LANES; lane++) {
+        factor[lane] = queries.inverses[lane], bias[lane] = 0.0f;
+        const float product = first.product(queries, lane);
+        if (threadIdx.x >= 4) continue;
+        memory.first[member][lane] = product;
+        memory.factors[member][lane] = factor[lane] / codes::Code<4>::STEP;  // a product counts for a width of a cell
+    }
+    __syncthreads();
+    unsigned* counters = memory.pairs[member / 2];
+    const unsigned one = 1u << member % 2 * 16;
+    int next_flush = COUNTED_UNITS;
+    for (int turn = 0; turn < most_units; turn++) {
+        const int number = own.first + turn;
+        if (turn == next_flush) {
+            add_pairs(a, work, memory);
+            clear();
+            __syncthreads();
+            next_flush += COUNTED_UNITS;
+        }
+        if (number >= own.last) continue;
+        if (unit.new_block) {
+#pragma unroll
+            for (int lane = 0; lane < LANES; lane++)
+                bias[lane] = (unit.mean.product(queries, lane) - memory.first[member][lane]) * memory.factors[member][lane];
+        }
+        const bool goes_on = number + 1 < own.last;
+        const unsigned later = goes_on ? task.row(a, (number + 1) * UNIT) : 0;
+        if (goes_on) unit.load_mean(a, later, false);
+        unsigned short* scores = a.scores + own_task.scratch_row(a, number * UNIT);
+#pragma unroll
+        for (int tile = 0; tile < UNIT_TILES; tile++) {
+            const codes::Words keys[2] = {unit.keys[tile][0], unit.keys[tile][1]};
+            const float2 scales = __half22float2(unit.scales[tile]);
+            if (goes_on) unit.load_tile(a, later, tile);
+            float products[2][2 * RequestColumns::TILES];
+            columns.multiply(keys, products);
+            float best[2] = {-INFINITE, -INFINITE};
+#pragma unroll
+            for (int lane = 0; lane < LANES; lane++) {
+                best[0] = fmaxf(best[0], fmaf(products[0][lane], factor[lane] * scales.x, bias[lane]));
+                best[1] = fmaxf(best[1], fmaf(products[1][lane], factor[lane] * scales.y, bias[lane]));
+            }
+            if (!counts) continue;
+            const unsigned both = ordered_halves(best[0], best[1]);
+            const int place = CommonUnit::own(tile);
+            *reinterpret_cast<unsigned*>(scores + place) = both;  // beyond the end too: an extent is allocated whole
+            const int left = work.end - number * UNIT - place;
+            if (left > 0) atomicAdd(&counters[(both & 0xffff) >> BIN_SHIFT], one);
+            if (left > 1) atomicAdd(&counters[both >> (16 + BIN_SHIFT)], one);
+        }
+    }
+    add_pairs(a, work, memory);
+}
+
+}  // namespace nested
+}  // namespace kvseek
+
+// grid: as many blocks as requests have common and own places to scan, kv_heads
+extern "C" __global__ void __launch_bounds__(kvseek::nested::SCAN_THREADS, kvseek::nested::SCANS_TOGETHER ? 2 : 1)
+    kvseek_nested_scan(const __grid_constant__ kvseek::nested::SelectArguments a) {
+    using namespace kvseek;
+    using namespace kvseek::nested;
+    __shared__ ScanMemory memory;
+    __shared__ Units units;
+    const Scanning work = share_scan(a, units);  // requests, table and codes are older than this step's kernels
+    const int first = work.begin / UNIT;
+    const Share share(work.block.exists ? (work.end + UNIT - 1) / UNIT - first : 0, work.block.parts, work.block.part);
+    Share own(share.last - share.first, SCAN_WARPS, threadIdx.x / WARP);  // neighbours, which share means
+    own.first += first + share.first, own.last += first + share.first;
+    if (SCANS_TOGETHER && work.requests > 1)
+        scan_together(a, work, own, (share.last - share.first + SCAN_WARPS - 1) / SCAN_WARPS, memory);
+    else
+        scan_alone(a, work, own, memory);
 }
