@@ -224,30 +224,28 @@ __device__ __forceinline__ void scan_alone(const SelectArguments& a, const Scann
 // neighbouring keys.
 struct CommonUnit {
     codes::Words keys[UNIT_TILES][2];
-    __half2 scales[UNIT_TILES];
+    unsigned scales[UNIT_TILES];  // two
     codes::MeanEighths mean;
     bool new_block;
+    const unsigned char* high;  // of the thread's first key in the plane, and its scale
+    const unsigned short* scale;
 
     // The first of this thread's keys of a tile.
     __device__ __forceinline__ static int own(int tile) {
         return tile * codes::TILE + 2 * (static_cast<int>(threadIdx.x) % WARP / 4);
     }
-    __device__ __forceinline__ void load_mean(const SelectArguments& a, unsigned row, bool is_first) {
+    // Turn to the unit at a row of the planes.
+    __device__ __forceinline__ void aim(const SelectArguments& a, unsigned row, bool is_first) {
+        const unsigned first = row + own(0);
+        high = a.high + static_cast<size_t>(first) * FIELD + threadIdx.x % 4 * (4 * codes::WORDS);
+        scale = reinterpret_cast<const unsigned short*>(a.scales) + first;
         new_block = is_first || (row & ((1u << a.block_bits) - 1)) == 0;
         if (new_block) mean.load(codes::Means(a), row);
     }
-    __device__ __forceinline__ void load_tile(const SelectArguments& a, unsigned row, int tile) {
-        const unsigned first = row + own(tile);
-        const unsigned char* from =
-            a.high + static_cast<size_t>(first) * FIELD + threadIdx.x % 4 * (4 * codes::WORDS);
+    __device__ __forceinline__ void load_tile(int tile) {
+        const unsigned char* from = high + tile * (codes::TILE * FIELD);
         keys[tile][0].load(from), keys[tile][1].load(from + FIELD);
-        const unsigned both = __ldcs(reinterpret_cast<const unsigned*>(a.scales + first));
-        scales[tile] = *reinterpret_cast<const __half2*>(&both);
-    }
-    __device__ __forceinline__ void load(const SelectArguments& a, unsigned row, bool is_first) {
-        load_mean(a, row, is_first);
-#pragma unroll
-        for (int tile = 0; tile < UNIT_TILES; tile++) load_tile(a, row, tile);
+        scales[tile] = __ldcs(reinterpret_cast<const unsigned*>(scale + tile * codes::TILE));
     }
 };
 
@@ -263,18 +261,23 @@ __device__ __forceinline__ void add_pairs(const SelectArguments& a, const Scanni
     __syncthreads();
 }
 
-// Scan for several requests.
+// Scan for several requests. `most_units` is the most units of any warp.
 __device__ __forceinline__ void scan_together(const SelectArguments& a, const Scanning& work, const Share& own,
                                               int most_units, ScanMemory& memory) {
     constexpr int COUNTED_UNITS = 0xffff / (UNIT * SCAN_WARPS);  // of a warp, after which a count may be full
     const Task task(a, work.block.request);
-    const int member = threadIdx.x % 4;  // the request whose scores this thread ends up with
-    const bool counts = member < work.requests;
-    const Task own_task(a, work.block.request + min(member, work.requests - 1));
+    // The request whose scores this thread ends up with. If there is none, those of the last one, which do not count.
+    const int member = threadIdx.x % 4, request = min(member, work.requests - 1);
+    const Task own_task(a, work.block.request + request);
+    const unsigned one = member == request ? 1u << member % 2 * 16 : 0;
     CommonUnit unit;
     codes::MeanEighths first;
     first.load(codes::Means(a), task.row(a, 0));
-    if (own.first < own.last) unit.load(a, task.row(a, own.first * UNIT), true);
+    if (own.first < own.last) {
+        unit.aim(a, task.row(a, own.first * UNIT), true);
+#pragma unroll
+        for (int tile = 0; tile < UNIT_TILES; tile++) unit.load_tile(tile);
+    }
     auto clear = [&] {
         for (int i = threadIdx.x; i < MOST_TOGETHER / 2 * BINS / 4; i += SCAN_THREADS)
             reinterpret_cast<uint4*>(memory.pairs)[i] = make_uint4(0, 0, 0, 0);
@@ -301,49 +304,43 @@ __device__ __forceinline__ void scan_together(const SelectArguments& a, const Sc
     }
     __syncthreads();
     unsigned* counters = memory.pairs[member / 2];
-    const unsigned one = 1u << member % 2 * 16;
-    int next_flush = COUNTED_UNITS;
-    for (int turn = 0; turn < most_units; turn++) {
-        const int number = own.first + turn;
-        if (turn == next_flush) {
-            add_pairs(a, work, memory);
-            clear();
-            __syncthreads();
-            next_flush += COUNTED_UNITS;
-        }
-        if (number >= own.last) continue;
-        if (unit.new_block) {
+    for (int start = 0; start < most_units; start += COUNTED_UNITS) {
+        if (start > 0) clear();
+        if (start > 0) __syncthreads();
+        const int stop = min(own.first + start + COUNTED_UNITS, own.last);
+#pragma unroll 1
+        for (int number = own.first + start; number < stop; number++) {
+            if (unit.new_block) {
 #pragma unroll
-            for (int lane = 0; lane < LANES; lane++)
-                bias[lane] = (unit.mean.product(queries, lane) - memory.first[member][lane]) * memory.factors[member][lane];
-        }
-        const bool goes_on = number + 1 < own.last;
-        const unsigned later = goes_on ? task.row(a, (number + 1) * UNIT) : 0;
-        if (goes_on) unit.load_mean(a, later, false);
-        unsigned short* scores = a.scores + own_task.scratch_row(a, number * UNIT);
-#pragma unroll
-        for (int tile = 0; tile < UNIT_TILES; tile++) {
-            const codes::Words keys[2] = {unit.keys[tile][0], unit.keys[tile][1]};
-            const float2 scales = __half22float2(unit.scales[tile]);
-            if (goes_on) unit.load_tile(a, later, tile);
-            float products[2][2 * RequestColumns::TILES];
-            columns.multiply(keys, products);
-            float best[2] = {-INFINITE, -INFINITE};
-#pragma unroll
-            for (int lane = 0; lane < LANES; lane++) {
-                best[0] = fmaxf(best[0], fmaf(products[0][lane], factor[lane] * scales.x, bias[lane]));
-                best[1] = fmaxf(best[1], fmaf(products[1][lane], factor[lane] * scales.y, bias[lane]));
+                for (int lane = 0; lane < LANES; lane++)
+                    bias[lane] = (unit.mean.product(queries, lane) - memory.first[member][lane]) *
+                                 memory.factors[member][lane];
             }
-            if (!counts) continue;
-            const unsigned both = ordered_halves(best[0], best[1]);
-            const int place = CommonUnit::own(tile);
-            *reinterpret_cast<unsigned*>(scores + place) = both;  // beyond the end too: an extent is allocated whole
-            const int left = work.end - number * UNIT - place;
-            if (left > 0) atomicAdd(&counters[(both & 0xffff) >> BIN_SHIFT], one);
-            if (left > 1) atomicAdd(&counters[both >> (16 + BIN_SHIFT)], one);
+            if (number + 1 < own.last) unit.aim(a, task.row(a, (number + 1) * UNIT), false);  // else it stays
+            unsigned short* scores = a.scores + own_task.scratch_row(a, number * UNIT) + CommonUnit::own(0);
+            const int left = work.end - number * UNIT - CommonUnit::own(0);
+#pragma unroll
+            for (int tile = 0; tile < UNIT_TILES; tile++) {
+                const codes::Words keys[2] = {unit.keys[tile][0], unit.keys[tile][1]};
+                const float2 scales = __half22float2(*reinterpret_cast<const __half2*>(&unit.scales[tile]));
+                unit.load_tile(tile);
+                float products[2][2 * RequestColumns::TILES];
+                columns.multiply(keys, products);
+                float best[2] = {-INFINITE, -INFINITE};
+#pragma unroll
+                for (int lane = 0; lane < LANES; lane++) {
+                    best[0] = fmaxf(best[0], fmaf(products[0][lane], factor[lane] * scales.x, bias[lane]));
+                    best[1] = fmaxf(best[1], fmaf(products[1][lane], factor[lane] * scales.y, bias[lane]));
+                }
+                const unsigned both = ordered_halves(best[0], best[1]);
+                // Beyond the end too: an extent is allocated whole.
+                *reinterpret_cast<unsigned*>(scores + tile * codes::TILE) = both;
+                atomicAdd(&counters[(both & 0xffff) >> BIN_SHIFT], left > tile * codes::TILE ? one : 0);
+                atomicAdd(&counters[both >> (16 + BIN_SHIFT)], left > tile * codes::TILE + 1 ? one : 0);
+            }
         }
+        add_pairs(a, work, memory);
     }
-    add_pairs(a, work, memory);
 }
 
 }  // namespace nested
