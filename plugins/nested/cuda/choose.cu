@@ -21,7 +21,8 @@ static_assert(BINS == largest::BINS, "the totals of the scan are searched as a h
 
 constexpr int AT_ONCE = 8;                 // scores that a thread reads at a time
 constexpr int UNIT_KEYS = AT_ONCE * WARP;  // keys that a warp judges at a time
-constexpr int GROUP_UNITS = 3;             // units whose scores a warp holds
+constexpr int GROUP_UNITS = 4;             // units whose scores a warp holds
+constexpr int NOTED_GROUPS = 2;            // of a warp, whose verdicts are kept
 constexpr int MOST_BLOCKS = 16;            // of a task
 using Ranking = codes::Ranking<4, LANES, CHOOSE_THREADS>;
 
@@ -47,8 +48,14 @@ struct Memory : Top::Memory {
     // The warps' parts of the normalisers, where the keys lie later, when candidates have been estimated.
     using Normalisers = PowerSum[CHOOSE_WARPS][LANES];
     __device__ __forceinline__ Normalisers& normalisers() { return *reinterpret_cast<Normalisers*>(keys); }
+    // A thread's verdict of each unit of the noted groups, where the list of taken keys lies later.
+    using Verdicts = unsigned short[NOTED_GROUPS * GROUP_UNITS][CHOOSE_THREADS];
+    __device__ __forceinline__ unsigned short& verdict(int unit) {
+        return reinterpret_cast<Verdicts&>(taken)[unit][threadIdx.x];
+    }
 };
 static_assert(sizeof(Memory::Normalisers) <= sizeof(Memory::keys), "they share the keys' memory");
+static_assert(sizeof(Memory::Verdicts) <= sizeof(Memory::taken), "they share the taken keys' memory");
 
 // Which scores belong to candidates: those of all bins above the border's, and the first keys of the border's bin.
 struct Border {
@@ -101,8 +108,9 @@ struct Scores {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 const int bin = (words[i / 2] >> 16 * (i % 2) & 0xffff) >> BIN_SHIFT;
-                if (place(u) + i < length) verdicts[u] |= (bin > border.bin ? 1u : bin == border.bin ? 256u : 0u) << i;
+                verdicts[u] |= (bin > border.bin ? 1u : bin == border.bin ? 256u : 0u) << i;
             }
+            if (const int left = length - place(u); left < AT_ONCE) verdicts[u] &= 0x0101u * ((1u << max(left, 0)) - 1);
         }
     }
 };
@@ -113,9 +121,10 @@ __device__ __forceinline__ int both_counts(unsigned bits) {
 }
 
 // Count the candidates of a warp's units first .. last - 1, the first of which `scores` holds already, and tell which
-// groups they are in.
+// groups they are in. `note(u, verdict)` gets the verdicts of the units first + u.
+template <class Note>
 __device__ __forceinline__ Counts count_units(const SelectArguments& a, const Task& task, const Border& border,
-                                              Scores& scores, int first, int last, Groups& found) {
+                                              Scores& scores, int first, int last, Groups& found, const Note& note) {
     Counts own = {0, 0};
     for (int start = first; start < last; start += GROUP_UNITS) {
         if (start != scores.first) scores.load(a, task, start, last);
@@ -125,6 +134,7 @@ __device__ __forceinline__ Counts count_units(const SelectArguments& a, const Ta
         for (int u = 0; u < GROUP_UNITS; u++) {
             own.above += __popc(scores.verdicts[u] & 255), own.ties += __popc(scores.verdicts[u] >> 8);
             any |= scores.verdicts[u];
+            note(start - first + u, scores.verdicts[u]);
         }
         if (__any_sync(EVERYONE, any != 0)) found.bits |= Groups::bit((start - first) / GROUP_UNITS);
     }
@@ -138,7 +148,7 @@ __device__ __forceinline__ int ties_before(const SelectArguments& a, const Task&
     Scores scores;
     scores.first = -1;
     Groups found;
-    const Counts counts = count_units(a, task, border, scores, own.first, own.last, found);
+    const Counts counts = count_units(a, task, border, scores, own.first, own.last, found, [](int, unsigned) {});
     if (threadIdx.x == 0) memory.appended = 0;
     __syncthreads();
     if (threadIdx.x % WARP == 0) atomicAdd(&memory.appended, counts.ties);
@@ -152,7 +162,10 @@ __device__ __forceinline__ int collect(const SelectArguments& a, const Task& tas
                                        Scores& scores, const Share& own, int start, int* places) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     Groups found;
-    const Counts counted = count_units(a, task, border, scores, own.first, own.last, found);
+    const auto note = [&](int unit, unsigned verdict) {
+        if (unit < NOTED_GROUPS * GROUP_UNITS) memory.verdict(unit) = static_cast<unsigned short>(verdict);
+    };
+    const Counts counted = count_units(a, task, border, scores, own.first, own.last, found, note);
     if (lane == 0) memory.counts[warp] = counted;
     const int earlier = border.held > border.room ? ties_before(a, task, memory, border, start) : 0;
     __syncthreads();
@@ -165,7 +178,12 @@ __device__ __forceinline__ int collect(const SelectArguments& a, const Task& tas
     const int missing = min(earlier, border.room);  // ties that stand in other blocks' lists
     for (int group = own.first; group < own.last; group += GROUP_UNITS) {
         if ((found.bits & Groups::bit((group - own.first) / GROUP_UNITS)) == 0) continue;
-        if (group != scores.first) {
+        const int before_group = group - own.first;
+        if (before_group < NOTED_GROUPS * GROUP_UNITS) {
+            scores.first = group;
+#pragma unroll
+            for (int u = 0; u < GROUP_UNITS; u++) scores.verdicts[u] = memory.verdict(before_group + u);
+        } else if (group != scores.first) {
             scores.load(a, task, group, own.last);
             scores.judge(own.last, task.length(), border);
         }
