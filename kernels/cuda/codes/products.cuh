@@ -25,6 +25,18 @@ struct Words {
     unsigned words[WORDS];
 
     __device__ __forceinline__ void load(const unsigned char* from) { copy(words, from); }
+    // The same of memory that other blocks may read soon.
+    __device__ __forceinline__ void load_again(const unsigned char* from) {
+        if constexpr (WORDS == 4) {
+            const uint4 four = __ldcs(reinterpret_cast<const uint4*>(from));
+            words[0] = four.x, words[1] = four.y, words[WORDS - 2] = four.z, words[WORDS - 1] = four.w;
+        } else if constexpr (WORDS == 2) {
+            const uint2 two = __ldcs(reinterpret_cast<const uint2*>(from));
+            words[0] = two.x, words[WORDS - 1] = two.y;
+        } else {
+            words[0] = __ldcs(reinterpret_cast<const unsigned*>(from));
+        }
+    }
 
     // Operand 0 .. 2 * WORDS - 1 of the even fields (0 and 2, codes) or of the odd ones (1 and 3, four times the
     // codes).
@@ -203,10 +215,6 @@ struct RequestColumns {
     __device__ __forceinline__ void multiply(const Words (&keys)[2], float (&products)[2][2 * TILES]) const {
         int sums[TILES][4];
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) sums[tile][i] = start[tile][i % 2];
-#pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
             unsigned codes[4];
 #pragma unroll
@@ -215,8 +223,13 @@ struct RequestColumns {
                 codes[i] = keys[i % 2].times_four(own / WORDS, own % WORDS);
             }
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++)
-                multiply_16x8x32(sums[tile], codes, integers[tile][chunk], integers[tile][chunk + 1]);
+            for (int tile = 0; tile < TILES; tile++) {
+                const unsigned b0 = integers[tile][chunk], b1 = integers[tile][chunk + 1];
+                if (chunk == 0)
+                    begin_16x8x32(sums[tile], codes, b0, b1, start[tile][0], start[tile][1]);
+                else
+                    multiply_16x8x32(sums[tile], codes, b0, b1);
+            }
         }
 #pragma unroll
         for (int key = 0; key < 2; key++)

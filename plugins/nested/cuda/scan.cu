@@ -177,10 +177,9 @@ __device__ __forceinline__ unsigned ordered_half(float score) {
     return bits & 0x8000u ? ~bits & 0xffffu : bits | 0x8000u;
 }
 
-// The same of two keys, the first in the lower half.
+// The same of two keys whose scores are no less than -LARGEST_HALF, the first in the lower half.
 __device__ __forceinline__ unsigned ordered_halves(float first, float second) {
-    const __half2 both = __floats2half2_rn(fminf(fmaxf(first, -codes::LARGEST_HALF), codes::LARGEST_HALF),
-                                           fminf(fmaxf(second, -codes::LARGEST_HALF), codes::LARGEST_HALF));
+    const __half2 both = __floats2half2_rn(fminf(first, codes::LARGEST_HALF), fminf(second, codes::LARGEST_HALF));
     const unsigned bits = *reinterpret_cast<const unsigned*>(&both);
     return bits ^ ((bits >> 15 & 0x00010001u) * 0xffffu | 0x80008000u);
 }
@@ -244,7 +243,7 @@ struct CommonUnit {
     }
     __device__ __forceinline__ void load_tile(int tile) {
         const unsigned char* from = high + tile * (codes::TILE * FIELD);
-        keys[tile][0].load(from), keys[tile][1].load(from + FIELD);
+        keys[tile][0].load_again(from), keys[tile][1].load_again(from + FIELD);
         scales[tile] = __ldcs(reinterpret_cast<const unsigned*>(scale + tile * codes::TILE));
     }
 };
@@ -252,13 +251,18 @@ struct CommonUnit {
 // Add the counts of requests scanned together to their tasks' totals, and begin anew. All threads call it.
 __device__ __forceinline__ void add_pairs(const SelectArguments& a, const Scanning& work, ScanMemory& memory) {
     __syncthreads();
+    int* totals = a.totals + Task(a, work.block.request).number * BINS;
+    const int stride = a.kv_heads * BINS;  // from a request's to the next one's
 #pragma unroll 1
-    for (int request = 0; request < work.requests; request++) {
-        int* totals = a.totals + Task(a, work.block.request + request).number * BINS;
-        for (int i = threadIdx.x; i < BINS; i += SCAN_THREADS)
-            if (const int count = memory.pairs[request / 2][i] >> request % 2 * 16 & 0xffff) atomicAdd(totals + i, count);
+    for (int pair = 0; 2 * pair < work.requests; pair++) {
+#pragma unroll
+        for (int i = 0; i < BINS / SCAN_THREADS; i++) {
+            const int bin = i * SCAN_THREADS + threadIdx.x;
+            const unsigned counts = memory.pairs[pair][bin];
+            if (counts & 0xffff) atomicAdd(totals + 2 * pair * stride + bin, static_cast<int>(counts & 0xffff));
+            if (counts >> 16) atomicAdd(totals + (2 * pair + 1) * stride + bin, static_cast<int>(counts >> 16));
+        }
     }
-    __syncthreads();
 }
 
 // Scan for several requests. `most_units` is the most units of any warp.
@@ -286,9 +290,11 @@ __device__ __forceinline__ void scan_together(const SelectArguments& a, const Sc
     await_earlier_kernels();
     allow_later_kernels();
     if (!work.block.exists) return;
-    for (int i = threadIdx.x / WARP; i < MOST_TOGETHER * LANES; i += SCAN_WARPS) {
+#pragma unroll
+    for (int turn = 0; turn < (MOST_TOGETHER * LANES + SCAN_WARPS - 1) / SCAN_WARPS; turn++) {
+        const int i = turn * SCAN_WARPS + threadIdx.x / WARP;
         const Task other(a, work.block.request + min(i / LANES, work.requests - 1));
-        memory.queries[i / LANES].prepare_lane(other.queries(a), i % LANES, a.signs);
+        if (i < MOST_TOGETHER * LANES) memory.queries[i / LANES].prepare_lane(other.queries(a), i % LANES, a.signs);
     }
     __syncthreads();
     const Queries& queries = memory.queries[member];
@@ -304,9 +310,20 @@ __device__ __forceinline__ void scan_together(const SelectArguments& a, const Sc
     }
     __syncthreads();
     unsigned* counters = memory.pairs[member / 2];
+    // Take the last keys of the warp's last unit off again, if the region has ended before them.
+    auto uncount = [&](int surplus) {
+        for (int i = 0; i < 2 * UNIT_TILES && surplus > 0; i++) {
+            const int place = CommonUnit::own(i / 2) + i % 2;
+            const unsigned score = a.scores[own_task.scratch_row(a, (own.last - 1) * UNIT + place)];
+            if (place >= UNIT - surplus) atomicAdd(&counters[score >> BIN_SHIFT], 0u - one);
+        }
+    };
     for (int start = 0; start < most_units; start += COUNTED_UNITS) {
-        if (start > 0) clear();
-        if (start > 0) __syncthreads();
+        if (start > 0) {
+            __syncthreads();
+            clear();
+            __syncthreads();
+        }
         const int stop = min(own.first + start + COUNTED_UNITS, own.last);
 #pragma unroll 1
         for (int number = own.first + start; number < stop; number++) {
@@ -318,7 +335,6 @@ __device__ __forceinline__ void scan_together(const SelectArguments& a, const Sc
             }
             if (number + 1 < own.last) unit.aim(a, task.row(a, (number + 1) * UNIT), false);  // else it stays
             unsigned short* scores = a.scores + own_task.scratch_row(a, number * UNIT) + CommonUnit::own(0);
-            const int left = work.end - number * UNIT - CommonUnit::own(0);
 #pragma unroll
             for (int tile = 0; tile < UNIT_TILES; tile++) {
                 const codes::Words keys[2] = {unit.keys[tile][0], unit.keys[tile][1]};
@@ -326,7 +342,7 @@ __device__ __forceinline__ void scan_together(const SelectArguments& a, const Sc
                 unit.load_tile(tile);
                 float products[2][2 * RequestColumns::TILES];
                 columns.multiply(keys, products);
-                float best[2] = {-INFINITE, -INFINITE};
+                float best[2] = {-codes::LARGEST_HALF, -codes::LARGEST_HALF};
 #pragma unroll
                 for (int lane = 0; lane < LANES; lane++) {
                     best[0] = fmaxf(best[0], fmaf(products[0][lane], factor[lane] * scales.x, bias[lane]));
@@ -335,10 +351,11 @@ __device__ __forceinline__ void scan_together(const SelectArguments& a, const Sc
                 const unsigned both = ordered_halves(best[0], best[1]);
                 // Beyond the end too: an extent is allocated whole.
                 *reinterpret_cast<unsigned*>(scores + tile * codes::TILE) = both;
-                atomicAdd(&counters[(both & 0xffff) >> BIN_SHIFT], left > tile * codes::TILE ? one : 0);
-                atomicAdd(&counters[both >> (16 + BIN_SHIFT)], left > tile * codes::TILE + 1 ? one : 0);
+                atomicAdd(&counters[(both & 0xffff) >> BIN_SHIFT], one);
+                atomicAdd(&counters[both >> (16 + BIN_SHIFT)], one);
             }
         }
+        if (stop == own.last && own.first + start < stop) uncount(own.last * UNIT - work.end);
         add_pairs(a, work, memory);
     }
 }
