@@ -155,7 +155,8 @@ class Batch:
     @classmethod
     def of(cls, states: Sequence[RequestState], table: Tensor) -> Self:
         """Make the batch of these requests, on the device of `table`."""
-        return cls(pack(states, table).to(table.device), table)
+        known = None if table.is_meta else table
+        return cls(pack(states, known).to(table.device), table)
 
     @property
     def size(self) -> int:
