@@ -3,7 +3,7 @@
     make tables                                 # or: python -m kvseek.bench.documents
     python -m kvseek.bench.documents --check    # writes nothing; status 1 if a document would change
 
-In a document a table stands between `<!-- table: NAME -->` and `<!-- end -->`; tables.py and paper_tables.py have the names, and
+In a document a table stands between `<!-- table: NAME -->` and `<!-- end -->`; the modules of tables/ have the names, and
 what each shows. Below its cells stand its result files, with machine and commit; those of the summary stand below the tables that
 it sums up. A new table is a function there and two such lines.
 """
@@ -20,15 +20,17 @@ from typing import Any
 
 from kvseek.bench.charts import load, steps
 from kvseek.bench.output import markdown
-from kvseek.bench.paper_tables import PAPER_TABLES
-from kvseek.bench.tables import FOLDER, ROOT, SUMMARY, Results, TableError
-from kvseek.bench.tables import TABLES as MEASUREMENT_TABLES
+from kvseek.bench.tables import answers, cpu, losses, papers, prompts, ranks, served, summary
+from kvseek.bench.tables import steps as gpu_steps
+from kvseek.bench.tables.results import FOLDER, ROOT, Results, TableError
+from kvseek.bench.tables.summary import SUMMARY
 from kvseek.core.command_line import tells_errors
 
 DOCUMENTS = ("README.md", "docs/*.md", "plugins/*/README.md", "bench/**/README.md")
 BLOCK = re.compile(r"^<!-- table: (?P<name>[^\n]*) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 MARK = re.compile(r"^<!-- (?:table:.*|end) -->$", re.MULTILINE)
-TABLES = {**MEASUREMENT_TABLES, **PAPER_TABLES}
+ROOMS = (summary, gpu_steps, prompts, answers, losses, ranks, cpu, served, papers)
+TABLES = {name: table for room in ROOMS for name, table in room.TABLES.items()}
 STEPS = ("methods-h200", "decode-512k-h200")
 LOAD = "load-cpu-smollm2"
 

@@ -23,10 +23,11 @@ import torch
 from kvseek.bench.variants import Variant
 from kvseek.builder.build import main as build
 from kvseek.builder.build import write_codebooks, write_kernels
-from kvseek.core.config import EngineConfig, ModelConfig, read_config, write_config
+from kvseek.core.config import EngineConfig, read_config, write_config
 from kvseek.core.cuda import KERNELS_FOLDER
 from kvseek.core.errors import ConfigError, KvseekError
 from kvseek.core.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.chat_template import SETTINGS_FILE, TEMPLATE_FILE
 from kvseek.engine.engine import Engine
 from kvseek.engine.leading.leader import load_decoder

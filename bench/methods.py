@@ -12,7 +12,7 @@ import torch
 
 from kvseek.builder.compile.cuda import Specialisation, cached_cubin
 from kvseek.core.batch import Batch, RequestState
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.plugins.contract import Index
 from kvseek.plugins.measurements import SelectionCosts
 from kvseek.plugins.registry import get_method

@@ -29,8 +29,9 @@ from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, fuse, weight_reader
 from kvseek.builder.flags import CALIBRATE_TOKENS
 from kvseek.builder.printing import Advance, Column, table
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import CapacityError, ConfigError, EngineDirectoryError, from_dict, require
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.rope import RotaryEmbedding
 from kvseek.core.weight_only import HEAD, INT4, NONE, QUANTISED
 from kvseek.engine.draws.sampling import overflow_remedy

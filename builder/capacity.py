@@ -24,9 +24,10 @@ from kvseek.builder.checkpoints.weights import OwnNumbers, WeightFormat, own_num
 from kvseek.builder.compile.cuda import specialise
 from kvseek.core.batch import BUCKETS
 from kvseek.core.command_line import readable
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, EngineConfig
 from kvseek.core.errors import CapacityError, KernelError, require
 from kvseek.core.extents import extents_for
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.ranks import divided
 from kvseek.core.weight_only import INT4
 from kvseek.engine.cache.cache import retrieval_tokens
@@ -39,7 +40,7 @@ from kvseek.engine.cache.memory_layout import (
     state_bytes,
     window_bytes,
 )
-from kvseek.engine.cache.prefix import reuses_prefixes
+from kvseek.engine.cache.reuse import reuses_prefixes
 from kvseek.engine.cache.row_storage import can_pin
 from kvseek.engine.loading.memory import HOPPER, DryRun, IndexNeeds, divide_measured
 from kvseek.engine.loading.supported import check_supported

@@ -26,9 +26,10 @@ from kvseek.builder.checkpoints.hugging_face import HuggingFaceCheckpoint
 from kvseek.builder.checkpoints.model_config import ARCHITECTURES, DELTA_KEYS
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import OwnNumbers, WeightFormat, own_numbers, total_size
-from kvseek.core.config import EXTENT_TOKENS, FP8_GROUPS, EngineConfig, ModelConfig, read_config
+from kvseek.core.config import EXTENT_TOKENS, FP8_GROUPS, EngineConfig, read_config
 from kvseek.core.errors import CapacityError, CheckError, ConfigError, KernelError
 from kvseek.core.manifest import read_manifest, verify
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, NOT_FINITE
 from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.model.cpu import bfloat16_works

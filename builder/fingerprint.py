@@ -12,6 +12,7 @@ from typing import Any
 import kvseek.builder
 import kvseek.core.config
 import kvseek.core.manifest
+import kvseek.core.model_config
 import kvseek.core.rope
 import kvseek.core.weight_only
 import kvseek.kernels
@@ -26,6 +27,7 @@ SOURCE_SUFFIXES = (".py", ".cpp", ".h", ".cu", ".cuh")
 BUILT_IN = (
     kvseek.core.config,
     kvseek.core.manifest,
+    kvseek.core.model_config,
     kvseek.core.weight_only,
     kvseek.core.rope,
 )

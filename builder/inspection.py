@@ -19,7 +19,7 @@ from kvseek.core.config import FORMAT_VERSION, CacheConfig, check_format, read_c
 from kvseek.core.cpu_library import LIBRARY_FILE
 from kvseek.core.cuda import cubin_architectures
 from kvseek.core.manifest import MANIFEST_FILE, Fault, find_faults, read_manifest
-from kvseek.engine.cache.prefix import reuses_prefixes
+from kvseek.engine.cache.reuse import reuses_prefixes
 from kvseek.engine.model.cuda.attention import expected_attention
 from kvseek.engine.parallel.cuda.sums import expected_sums
 from kvseek.plugins.registry import get_method, method_traits

@@ -15,19 +15,18 @@ from kvseek.builder.flags import CALIBRATE_TOKENS, LIMITS, FlagParser
 from kvseek.core.config import (
     CHOICES,
     GROUPED,
-    MOST_POSITIONS,
     PRECISION,
     WEIGHT_GROUP,
     WEIGHT_GROUPS,
     BlockSparseConfig,
     CacheConfig,
     EngineConfig,
-    ModelConfig,
     TensorRtConfig,
     group_inputs,
     largest_group,
 )
 from kvseek.core.errors import ConfigError, from_dict, read_fields, refuse_unknown, require
+from kvseek.core.model_config import MOST_POSITIONS, ModelConfig
 from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE
 from kvseek.plugins.registry import METHODS, PEERS, get_method
 

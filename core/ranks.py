@@ -12,7 +12,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import EngineConfig, ModelConfig
+    from .config import EngineConfig
+    from .model_config import ModelConfig
 
 
 BOUNDS = ("kv_cache_host_memory_bytes", "kv_cache_device_memory_bytes", "reuse_host_bytes")  # of memory, in CacheConfig

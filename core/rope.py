@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig, RopeScaling
+from kvseek.core.model_config import ModelConfig, RopeScaling
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of tokens, float32 [tokens, D/2] each, one of each pair of channels; the attention factor is included."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, compress
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -15,19 +15,16 @@ from torch import Tensor
 from kvseek.core.batch import LATEST
 from kvseek.core.config import EngineConfig, read_config
 from kvseek.core.cuda import check_alive
-from kvseek.core.errors import CapacityError, ConfigError, ErrorCode, LogitsError, RequestError, SamplingError
+from kvseek.core.errors import ConfigError, ErrorCode, LogitsError, SamplingError
 from kvseek.core.manifest import verify
 from kvseek.core.request import EndedSession, FinishReason, Request, RequestStatistics, StepOutput, StepReport
-from kvseek.core.selected_rows import FIELD as ROWS_FIELD
 from kvseek.core.selected_rows import SelectedRows
-from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.cache import PrefixCache
 from kvseek.engine.cache.prefixes.store import PrefixStore
+from kvseek.engine.cache.reuse import reuses_prefixes
 from kvseek.engine.cache.usage import CacheUsage, UsageMeter
 from kvseek.engine.draws.sampling import (
-    NO_TOKEN,
     Drawn,
-    Launched,
     Sampler,
     Verification,
     greedy_token,
@@ -37,7 +34,6 @@ from kvseek.engine.leading.leader import load_decoder
 from kvseek.engine.loading.prefixes import DiskSettings, check_disk, open_prefixes
 from kvseek.engine.model.decoder import Decoder
 from kvseek.engine.parallel.nodes import ONE_NODE, Nodes
-from kvseek.engine.row_recorder import Wanted
 from kvseek.engine.schedule.guides import Guides
 from kvseek.engine.schedule.reading import PromptReader, Reading, Work
 from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler
@@ -46,94 +42,15 @@ from kvseek.engine.speculation import Drafter, NgramDrafter, Speculation, StepCo
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.plugins.registry import method_traits
 
+from .decode_step import InFlightStep, StepRequests
+from .served_requests import check_served
+
 MAX_NUM_TOKENS = 8192
 NO_DISK = DiskSettings()
 MOST_STEPS = 8  # that are launched at once
 # That they take together: whoever comes or ends meanwhile waits for one launch or two.
 LAUNCH_SECONDS = 0.004
 SOUND_ENDS = (FinishReason.END_ID, FinishReason.STOP_WORD, FinishReason.LENGTH)
-
-
-@dataclass(frozen=True)
-class StepRequests:
-    """The requests of a decode step, which the next step has too as long as none ends or joins.
-
-    Attributes
-    ----------
-    samplers : list of Sampler or None
-        None where the token with the largest logit is enough, and where no token is drawn.
-    drawing : list of bool
-        Whether the token that is drawn is new; not where a request takes in again what it has generated.
-    drawn_for : list of Sampler
-        Of the requests that get a new token.
-    replaying : list
-        The other requests.
-    wanted : mapping
-        By slot, the requests that ask for the rows which the step selects.
-    quiet : bool
-        Whether no step needs the host before the next one: nobody watches, and what may be drawn does not vary.
-    ends : list of frozenset, or None
-        Tokens that need a look; None where every token needs one.
-    """
-
-    sequences: list[RequestSequence]
-    slots: list[int]
-    samplers: list[Sampler | None]
-    drawing: list[bool]
-    drawn_for: list[Sampler]
-    replaying: list[RequestSequence]
-    wanted: Wanted
-    quiet: bool
-    ends: list[frozenset[int] | None]
-
-    @classmethod
-    def of(cls, sequences: list[RequestSequence]) -> StepRequests:
-        """Collect what the next step has to know of these requests."""
-        return cls(
-            sequences,
-            [s.slot for s in sequences],
-            [None if s.replay or s.sampler.greedy else s.sampler for s in sequences],
-            [not s.replay for s in sequences],
-            [s.sampler for s in sequences if not s.replay],
-            [s for s in sequences if s.replay],
-            {s.slot: s.row_report for s in sequences if s.row_report is not None and not s.replay},
-            all(s.quiet and not s.replay and not s.sampler.varies for s in sequences),
-            [frozenset((NO_TOKEN, *s.request.end_ids)) if s.quiet and not s.replay else None for s in sequences],
-        )
-
-
-@dataclass(frozen=True)
-class InFlightStep:
-    """A decode step that has been launched and not collected, or several that were launched at once.
-
-    Attributes
-    ----------
-    steps : int
-        How many they are. Lists are by request.
-    cached : list of int
-        Tokens that each request has in the cache, that of the last step included; in each step before, one fewer.
-    lengths : list of int
-        How many of them are in its retrieval region, outside of its window, in every step.
-    refresh_seconds : float
-        The host's time for the upkeep that was due with the step.
-    begun : float
-        When the engine's step began in which it was launched, in seconds of time.perf_counter.
-    work : Work
-        What was read of prompts before it, since the step before it was launched.
-    leaving : list
-        Requests of the step that have ended since its launch, whose slots are closed when it has ended; and whether what they
-        have read is kept for others.
-    """
-
-    launched: Launched
-    requests: StepRequests
-    steps: int
-    cached: list[int]
-    lengths: list[int]
-    refresh_seconds: float
-    begun: float
-    work: Work
-    leaving: list[tuple[RequestSequence, bool]] = field(default_factory=list)
 
 
 class Engine:
@@ -319,30 +236,7 @@ class Engine:
         """
         request = self.fitted(request)
         request.validate(self.config)
-        tokens = len(request.prompt_ids) + request.max_tokens
-        needed, capacity = self._cache.extents_needed(tokens), self._cache.extents.capacity
-        if needed > capacity:
-            bounds = " or ".join(self.config.cache.bounds)
-            larger = f"a larger {bounds}" if bounds else "--cache.offload auto, or use a GPU with more memory"
-            raise CapacityError(
-                f"max_tokens = {request.max_tokens}: needs {needed} extents of the row pool together with the prompt of "
-                f"{len(request.prompt_ids)} tokens, it has {capacity}; shorten the request or build with {larger}"
-            )
-        if request.session is not None and not self._prefixes.enabled:
-            raise RequestError(
-                f"session_id: this engine keeps nothing of prompts (docs/conversations.md); {why_no_reuse(self.config)}"
-            )
-        if request.sampling.scores_prompt and not self.decoder.model.scores_prompts:
-            name = "return_context_logits" if request.sampling.return_context_logits else "prompt_logprobs"
-            raise RequestError(
-                f"{name}: an engine of runtime {self.config.runtime} does not compute the logits of a prompt; leave it out, or "
-                "build with --runtime torch"
-            )
-        if request.sampling.return_selected_rows is not None and not self.decoder.reports_rows:
-            raise RequestError(
-                f"{ROWS_FIELD}: is given: must be absent with --runtime tensorrt, --tp_size above 1, or --ctkvr.execution cpu "
-                "on a GPU, where this process does not see all selected rows; leave it out, or build another engine"
-            )
+        check_served(request, self.config, self.decoder, reuses=self._prefixes.enabled)
         return request
 
     def prepare(self, request: Request) -> RequestSequence:
@@ -719,7 +613,7 @@ class Engine:
             if requests.replaying:
                 left = [on and draws for on, draws in zip(live, requests.drawing, strict=True)]
             if any(requests.ends):
-                left = self._take_unseen(step, drawn, left, now)
+                left = step.take_unseen(drawn, left, now)
             for number, tokens in enumerate(drawn if any(left) else (), 1 - step.steps):
                 of_each = zip(requests.sequences, tokens, step.cached, read, strict=True)
                 for sequence, token, cached, attended in compress(of_each, left):
@@ -741,31 +635,6 @@ class Engine:
         if self._speculation is not None and not work.units:
             self.step_costs.record(rows, (self._collected_at - begun) / steps)
 
-    def _take_unseen(
-        self, step: InFlightStep, drawn: list[list[Drawn | int]], live: list[bool], now: float
-    ) -> list[bool]:
-        """Take all tokens of requests of which no output has one, and which none ends; returns which requests are left.
-
-        That takes a quarter of the time of `_take_token`.
-        """
-        if set(map(type, chain.from_iterable(drawn))) != {int}:
-            return live
-        requests, steps, left = step.requests, step.steps, [False] * len(live)
-        cached, attended = step.cached, step.launched.attended
-        if steps > 1:  # of all steps together
-            fewer = steps * (steps - 1) // 2
-            cached, attended = [steps * last - fewer for last in cached], [steps * last - fewer for last in attended]
-        lists = range(len(live)), requests.sequences, requests.ends, zip(*drawn, strict=True)
-        of_each = zip(*lists, cached, attended, strict=True)
-        for number, sequence, ends, tokens, all_cached, all_attended in compress(of_each, live):
-            generated = sequence.sampler.generated
-            if ends and ends.isdisjoint(tokens) and len(generated) + steps < sequence.request.max_tokens:
-                generated += tokens
-                sequence.statistics.record_tokens(all_cached, all_attended, now, steps)
-            else:
-                left[number] = True
-        return left
-
     def _take_token(
         self,
         sequence: RequestSequence,
@@ -785,32 +654,10 @@ class Engine:
             return (self._fail(sequence, error, ErrorCode.INVALID),)
         except Exception as error:  # the model's numbers, such as NaN, allow no token
             return (self._fail(sequence, error),)
-        statistics, ends = sequence.statistics, token in sequence.request.end_ids
-        statistics.record_tokens(cached, attended, now)
-        reason = FinishReason.END_ID if ends else self._finish_reason(sequence)
-        if sequence.whole and reason is None:
+        output = sequence.taken(token, drawn, cached, attended, now, selected)
+        if output is None:
             return ()
-        logprobs, logits = (None, b"") if isinstance(drawn, int) else (drawn.logprobs, drawn.logits)
-        output = StepOutput(
-            sequence.request_id,
-            None if ends else token,
-            reason,
-            cached_tokens=cached,
-            attended_tokens=attended,
-            statistics=statistics if reason or statistics.generated_tokens == 1 else None,
-            logprobs=logprobs,
-            end_id=token if ends else None,
-            generation_logits=b"" if ends else logits,
-            selected_rows=None if ends else selected,
-            earlier=sequence.unsent(1),
-        )
-        return (output if reason is None else self._end(sequence, output),)
-
-    def _finish_reason(self, sequence: RequestSequence) -> FinishReason | None:
-        generated, request = sequence.generated, sequence.request
-        if request.stop_words and any(tuple(generated[-len(word) :]) == word for word in request.stop_words):
-            return FinishReason.STOP_WORD
-        return FinishReason.LENGTH if len(generated) == request.max_tokens else None
+        return (output if output.finish_reason is None else self._end(sequence, output),)
 
     def _report_step(self, started: float) -> None:
         layers, extents = self.config.model.num_layers, self._cache.extents

@@ -32,7 +32,7 @@ import numpy as np
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError, require
-from kvseek.engine.cache.prefix import shares_extents
+from kvseek.engine.cache.reuse import shares_extents
 from kvseek.plugins.registry import METHODS, get_method, method_traits
 
 METHOD = "ngram"

@@ -16,7 +16,7 @@ from .reference.delta_net import delta_step
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
-    from kvseek.core.config import ModelConfig
+    from kvseek.core.model_config import ModelConfig
 
     from .reference.delta_net import DeltaParameters, DeltaStates
 

@@ -535,10 +535,17 @@ def test_prefixes_and_sessions_that_do_not_fit_are_refused(llm: LLM, directory: 
 # The package's names
 
 
-def test_importing_kvseek_is_cheap() -> None:
-    """A server's door needs kvseek.core; PyTorch takes seconds and hundreds of megabytes."""
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "kvseek.core.request, kvseek.core.config",
+        "kvseek.server.serve, kvseek.server.serve_openai, kvseek.server.triton.model, kvseek.server.supervisor",
+    ],
+)
+def test_doors_and_supervisors_start_without_pytorch(modules: str) -> None:
+    """It takes seconds and hundreds of megabytes, of each process."""
     program = (
-        "import sys, kvseek.core.request, kvseek.core.config\n"
+        f"import sys, {modules}\n"
         "from kvseek import RequestError, __version__\n"
         "assert 'LLM' in dir(kvseek)\n"
         "print(__version__, sorted({'torch', 'transformers', 'rich'} & set(sys.modules)))"

@@ -48,9 +48,10 @@ from kvseek.bench.timing import CLOCKS, Clock, Samples, interleave
 from kvseek.bench.variants import FORM, parse_variants
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.core.command_line import Parser
-from kvseek.core.config import CHOICES, MOST_POSITIONS
+from kvseek.core.config import CHOICES
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest
+from kvseek.core.model_config import MOST_POSITIONS
 from kvseek.core.weight_only import NONE
 from kvseek.engine.engine import Engine
 

@@ -6,17 +6,9 @@ import dataclasses
 
 import torch
 
-from kvseek.core.config import (
-    FP8_GROUP,
-    FP8_GROUPS,
-    GROUPED,
-    DeltaNetConfig,
-    EngineConfig,
-    ExpertsConfig,
-    ModelConfig,
-    RopeScaling,
-)
+from kvseek.core.config import FP8_GROUP, FP8_GROUPS, GROUPED, EngineConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import DeltaNetConfig, ExpertsConfig, ModelConfig, RopeScaling
 from kvseek.core.weight_only import INPUTS_MULTIPLE, INT4, INT8_ASYMMETRIC, INT8_GROUPS, NONE
 from kvseek.engine.model.block_sparse import attended_pairs
 

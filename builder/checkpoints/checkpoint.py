@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import ModelConfig
 
 from .files import Header, metadata_files
 from .quantised import NarrowWeight

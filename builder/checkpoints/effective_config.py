@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from kvseek.core.config import HYBRIDS, MODEL_ARCHITECTURES, DeltaNetConfig, ExpertsConfig, ModelConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import HYBRIDS, MODEL_ARCHITECTURES, DeltaNetConfig, ExpertsConfig, ModelConfig
 from kvseek.core.rope import frequencies
 
 from .model_config import DELTA_KEYS, KINDS, QK_NORM, SHARED_EXPERT, dense_layers

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ASYMMETRIC_GROUP, WEIGHT_GROUP, ModelConfig
+from kvseek.core.config import ASYMMETRIC_GROUP, WEIGHT_GROUP
 from kvseek.core.errors import ConfigError, require
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.rope import frequencies
 from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, INT8_GROUPS, NOT_FINITE, pack
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, require
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.weight_only import HEAD
 
 from .checkpoint import OWN_DTYPE, Checkpoint

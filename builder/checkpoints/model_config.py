@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvseek.core.config import CHECK_CONFIG, HYBRIDS, ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError, from_dict, require
+from kvseek.core.model_config import CHECK_CONFIG, HYBRIDS, ModelConfig, RopeScaling
 
 from .known_keys import CONFIG, IDLE_ROPE_KEYS, ROPE_KINDS, USE_ANOTHER, KnownKeys
 

@@ -27,16 +27,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvseek.core.config import (
-    ASYMMETRIC_GROUP,
-    CHECK_CONFIG,
-    FP8_GROUP,
-    FP8_GROUPS,
-    WEIGHT_GROUP,
-    WEIGHT_GROUPS,
-    group_inputs,
-)
+from kvseek.core.config import ASYMMETRIC_GROUP, FP8_GROUP, FP8_GROUPS, WEIGHT_GROUP, WEIGHT_GROUPS, group_inputs
 from kvseek.core.errors import require
+from kvseek.core.model_config import CHECK_CONFIG
 from kvseek.core.weight_only import INT4, INT8_ASYMMETRIC, NOT_FINITE, NUMBERS, pack
 
 from .files import DOWNLOAD_AGAIN, FLOAT_TYPES, StoredTensor

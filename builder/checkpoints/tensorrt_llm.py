@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvseek.core.config import WEIGHT_GROUP, ModelConfig, group_inputs, largest_group
+from kvseek.core.config import WEIGHT_GROUP, group_inputs, largest_group
 from kvseek.core.errors import ConfigError, require
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.weight_only import HEAD, INT4, INT8_ASYMMETRIC, NOT_FINITE, pack
 from kvseek.engine.model.weights import source_shape
 

@@ -16,8 +16,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from kvseek.core.config import GROUPED, WEIGHT_GROUP, EngineConfig, ModelConfig
+from kvseek.core.config import GROUPED, WEIGHT_GROUP, EngineConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.ranks import first_kv_head, rank_model, vocabulary_rows
 from kvseek.core.weight_only import (
     HEAD,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.rope import RotaryEmbedding
 
 from .graph import Graph, ITensor, TensorRt, WeightSource

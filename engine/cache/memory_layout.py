@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import extents_for
+from kvseek.core.model_config import ModelConfig
 from kvseek.kernels.reference.attention.rounded_rows import SCALE_DTYPE
 from kvseek.plugins.registry import method_traits
 

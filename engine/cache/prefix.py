@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EXTENT_TOKENS, EngineConfig
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import Span, cut
-from kvseek.plugins.registry import method_traits
 
 from .row_storage import RowStorage
 from .states import Snapshot
@@ -86,23 +85,3 @@ class Prefix(Reuse):
     def _spans(self, start: int, sink: int) -> list[Span]:
         """Cut the places from `start` on of the tokens behind a sink at the borders of extents."""
         return cut(self.extents, start, max(0, self.tokens - sink))
-
-
-def reuses_prefixes(config: EngineConfig) -> bool:
-    """Whether an engine keeps the rows of requests for later ones that begin alike."""
-    alone = config.model.delta_net is None or config.tp_size == 1
-    return config.runtime == "torch" and config.cache.reuse is not False and alone
-
-
-def why_no_reuse(config: EngineConfig) -> str:
-    """Say why an engine for which `reuses_prefixes` is false keeps nothing, and how one that does is built."""
-    if config.model.delta_net is not None and config.tp_size > 1:
-        return f"ranks keep no states of its Gated DeltaNet layers: leave it out, or build with --tp_size 1, not {config.tp_size}"
-    cause = "cache.reuse = False" if config.cache.reuse is False else f"runtime = {config.runtime!r}"
-    remedy = "--cache.reuse true" if config.cache.reuse is False else "--runtime torch"
-    return f"the engine was built with {cause}: leave it out, or build with {remedy}"
-
-
-def shares_extents(config: EngineConfig) -> bool:
-    """Whether requests of an engine may have extents in common."""
-    return reuses_prefixes(config) and method_traits(config).prefix_reuse != "copies"

@@ -15,7 +15,7 @@ from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext, LayerRows
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.prefix import reuses_prefixes, shares_extents
+from kvseek.engine.cache.reuse import reuses_prefixes, shares_extents
 from kvseek.engine.loading.supported import check_device
 from kvseek.engine.retrieval import Retrieval
 from kvseek.kernels.cpu.attention.attend import HostAttention

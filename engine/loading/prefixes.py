@@ -12,10 +12,10 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.manifest import read_manifest
 from kvseek.engine.cache.cache import Cache
-from kvseek.engine.cache.prefix import reuses_prefixes, why_no_reuse
 from kvseek.engine.cache.prefixes.file import Origin, RowShape
 from kvseek.engine.cache.prefixes.folder import DEFAULT_DISK_BYTES, open_folder
 from kvseek.engine.cache.prefixes.store import PrefixStore
+from kvseek.engine.cache.reuse import reuses_prefixes, why_no_reuse
 
 TENSORS = ".safetensors"  # weights and codebooks of an engine directory
 ROW_FIELDS = ("sink", "local", "update", "full_threshold", "cached_prefill")  # of CacheConfig: what tokens attend to

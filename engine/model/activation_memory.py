@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from kvseek.core.batch import buckets_for
-from kvseek.core.config import EXTENT_TOKENS, STATE_BLOCK, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, STATE_BLOCK, EngineConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.weight_only import NONE
 from kvseek.engine.cache.cache import COPIES_IN_FLIGHT
-from kvseek.engine.cache.prefix import reuses_prefixes
+from kvseek.engine.cache.reuse import reuses_prefixes
 from kvseek.engine.cache.row_storage import ROUNDED_AT_ONCE, STAGED_EXTENTS
 from kvseek.engine.model.block_sparse import sparse_bytes
 from kvseek.engine.model.prompt_windows import (
@@ -49,7 +50,12 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     if dtype is torch.float32:
         elements += 2 * tokens * queries  # keys and values of every query head (library_attention.py)
     sparse = sparse_bytes(config, dtype, tokens, chunk) if config.prefill_attention == "block_sparse" else 0
-    return elements * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse
+    return elements * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse + _fp8_bytes(config, tokens)
+
+
+def _fp8_bytes(config: EngineConfig, tokens: int) -> int:
+    """Count the bytes of a layer's keys and values in FP8."""
+    return 2 * tokens * config.model.num_kv_heads * config.model.head_dim * (config.prefill_precision == "fp8")
 
 
 def _torch_prefill(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: int) -> int:
@@ -178,7 +184,8 @@ def waiting_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     last = min(tokens, max(LAST_QUERIES, config.prefill_chunk_tokens))  # of a layer's queries, for its index
     elements = tokens * (model.hidden_size + _row_elements(keys)) + last * queries
     elements += 2 * keys * (row_tokens(config, tokens) - tokens)
-    return elements * dtype.itemsize + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
+    elements_bytes = elements * dtype.itemsize + _fp8_bytes(config, tokens)
+    return elements_bytes + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
 
 
 def work_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .weights import EXPERTS, ROUTER, SHARED, SHARED_GATE
 
 if TYPE_CHECKING:
-    from kvseek.core.config import ExpertsConfig
+    from kvseek.core.model_config import ExpertsConfig
 
     from .reference import LayerOperations
 

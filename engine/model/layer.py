@@ -39,7 +39,7 @@ from .weights import ROUTER
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
-    from kvseek.core.config import DeltaNetConfig, ExpertsConfig, ModelConfig
+    from kvseek.core.model_config import DeltaNetConfig, ExpertsConfig, ModelConfig
     from kvseek.core.rope import Rotation
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import EngineDirectoryError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.ranks import vocabulary_rows
 from kvseek.core.weight_only import HEAD, stored_weight
 

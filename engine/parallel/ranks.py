@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from kvseek.core.config import ExpertsConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import ExpertsConfig
 from kvseek.engine.model.experts import Experts, Parts
 from kvseek.engine.model.layer import Embedding, Linear, Product, Products
 

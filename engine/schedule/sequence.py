@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvseek.core.errors import ErrorCode, KvseekError, TimeoutExpiredError, code_of
 from kvseek.core.request import FinishReason, LogProbs, Request, RequestStatistics, StepOutput
-from kvseek.core.selected_rows import RowReport
+from kvseek.core.selected_rows import RowReport, SelectedRows
 from kvseek.engine.cache.prefix import Prefix
 from kvseek.engine.cache.prefixes.cache import LeftRows
 from kvseek.engine.cache.prefixes.tree import pack_tokens
-from kvseek.engine.draws.sampling import Sampler, log_probabilities, not_finite
+from kvseek.engine.draws.sampling import Drawn, Sampler, log_probabilities, not_finite
 from kvseek.engine.speculation import Drafter
 
 
@@ -130,6 +130,46 @@ class RequestSequence:
             code=code or code_of(error),
             earlier=self.unsent(),
         )
+
+    def taken(
+        self, token: int, drawn: Drawn | int, cached: int, attended: float, now: float, selected: SelectedRows | None
+    ) -> StepOutput | None:
+        """Count the token that has been drawn, and make its output; None: nobody wants one before the end.
+
+        Parameters
+        ----------
+        token : int
+            What the sampler took of `drawn`.
+        cached, attended, now
+            As RequestStatistics.record_tokens.
+        selected : SelectedRows or None
+            The rows that the token's step selected, where the request asks for them.
+        """
+        statistics, ends = self.statistics, token in self.request.end_ids
+        statistics.record_tokens(cached, attended, now)
+        reason = FinishReason.END_ID if ends else self._finish_reason()
+        if self.whole and reason is None:
+            return None
+        logprobs, logits = (None, b"") if isinstance(drawn, int) else (drawn.logprobs, drawn.logits)
+        return StepOutput(
+            self.request_id,
+            None if ends else token,
+            reason,
+            cached_tokens=cached,
+            attended_tokens=attended,
+            statistics=statistics if reason or statistics.generated_tokens == 1 else None,
+            logprobs=logprobs,
+            end_id=token if ends else None,
+            generation_logits=b"" if ends else logits,
+            selected_rows=None if ends else selected,
+            earlier=self.unsent(1),
+        )
+
+    def _finish_reason(self) -> FinishReason | None:
+        generated, request = self.generated, self.request
+        if request.stop_words and any(tuple(generated[-len(word) :]) == word for word in request.stop_words):
+            return FinishReason.STOP_WORD
+        return FinishReason.LENGTH if len(generated) == request.max_tokens else None
 
     def unsent(self, last: int = 0) -> tuple[int, ...]:
         """Return the tokens that no output has given, but for the `last` ones."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvseek.core.config import STATE_BLOCK as BLOCK
 
 if TYPE_CHECKING:
-    from kvseek.core.config import DeltaNetConfig
+    from kvseek.core.model_config import DeltaNetConfig
 
 LENGTH_EPSILON = 1e-6  # of a query's and a key's squared length
 # Blocks that a device solves at once, always as many: a library may choose another order of sums for another number.

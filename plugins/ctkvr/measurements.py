@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.kernels.reference.codes.store import code_bytes
 from kvseek.plugins.ctkvr.config import MOST_CENTROIDS, Config
 from kvseek.plugins.measurements import SelectionCosts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.plugins.measurements import SelectionCosts
 
 from .method import Config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.kernels.reference.codes.key_codes import BITS
 from kvseek.kernels.reference.codes.rotation import padded_dim
 from kvseek.kernels.reference.codes.store import code_bytes, mean_bytes

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol, cast
 
 import torch
 
-from kvseek.core.config import ModelConfig
 from kvseek.core.errors import KernelError, require
+from kvseek.core.model_config import ModelConfig
 
 from .fields import AttentionFields, field_names
 from .serving import Call, current_call, serving

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from kvseek.bench import documents
 from kvseek.bench.charts import steps
 from kvseek.bench.output import ResultError, as_text
-from kvseek.bench.tables import FOLDER, Results, TableError
+from kvseek.bench.tables.results import FOLDER, Results, TableError
 
 MOST_BYTES = 500 << 10  # of a result file
 FILES = sorted(FOLDER.glob("*.json"))
@@ -28,7 +28,7 @@ def test_the_documents_show_the_result_files(capsys: pytest.CaptureFixture[str])
 def test_every_table_is_in_a_document() -> None:
     texts = [path.read_text(encoding="utf-8") for pattern in documents.DOCUMENTS for path in ROOT.glob(pattern)]
     shown = {found["name"] for text in texts for found in documents.BLOCK.finditer(text)}
-    assert sorted(set(documents.TABLES) - shown) == [], "show these tables, or delete them in bench/tables.py"
+    assert sorted(set(documents.TABLES) - shown) == [], "show these tables, or delete them in bench/tables"
 
 
 def test_every_result_file_is_read_by_a_table_or_a_picture() -> None:

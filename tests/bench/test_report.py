@@ -19,7 +19,7 @@ from tests.conftest import RandomModel
 
 from kvseek.bench.accuracy.tasks import Cell, Results
 from kvseek.bench.output import write_result
-from kvseek.bench.tables import FOLDER
+from kvseek.bench.tables.results import FOLDER
 from kvseek.cli.main import main
 
 FILES = ["perplexity-cpu-smollm2", "needle-h100-128k-layers-together", "budgets-h200", "decode-cpu-8k-int8-two-cores"]

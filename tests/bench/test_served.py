@@ -17,8 +17,8 @@ from kvseek.bench.load.cells import Answer, Cell, LoadTestError
 from kvseek.bench.load.client import send
 from kvseek.bench.load.report import BARE, SERVER, comparisons
 from kvseek.bench.speed import shapes
-from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import ModelConfig
 
 TEXT = (ROOT / "examples/harbour_log.txt").read_text(encoding="utf-8")
 TINY = ModelConfig("llama", 3000, 64, 96, 2, 4, 2, 16, 1e-6, 1e4, 512)

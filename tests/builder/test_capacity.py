@@ -48,7 +48,7 @@ from kvseek.engine.model.weights import load_weights
 from kvseek.engine.parallel.cuda.sums import NCCL_BYTES, symmetric_bytes
 from kvseek.engine.schedule.scheduler import RequestQueue, Scheduler
 from kvseek.engine.schedule.sequence import RequestSequence
-from kvseek.plugins.registry import method_traits
+from kvseek.plugins.registry import METHODS, method_traits
 
 GIB, MIB = 1 << 30, 1 << 20
 BUDGET_FLAG = "--cache.kv_cache_host_memory_bytes"
@@ -127,8 +127,15 @@ def admitted(own: FitSearch, context: int, batch: int, attempt: Attempt) -> int:
     return len(scheduler.running)
 
 
-@pytest.mark.parametrize("offload", ["auto", "always", "never"])
-@pytest.mark.parametrize("method", ON_GPU)
+@pytest.mark.parametrize(
+    ("method", "offload"),
+    [
+        (method, offload)
+        for method in ON_GPU
+        for offload in ("auto", "always", "never")
+        if method in METHODS or offload == "auto"
+    ],
+)
 def test_the_largest_batch_is_admitted_and_a_larger_one_is_not(small: Path, method: str, offload: str) -> None:
     own = planner(small, "--cache.offload", offload, method=method, gpu="1.2GiB", host="1.05GiB")
     context = 8192

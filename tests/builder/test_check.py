@@ -18,8 +18,9 @@ from kvseek.builder import build, checking
 from kvseek.builder.checking import check_engine, compare, prompt_ids
 from kvseek.builder.checkpoints import weights
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.core.config import RopeScaling, read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import CheckError, ConfigError, KernelError
+from kvseek.core.model_config import RopeScaling
 from kvseek.core.rope import frequencies
 
 FORMATS = [

@@ -15,15 +15,12 @@ from kvseek.core.config import (
     FORMAT_VERSION,
     PRETRAINED,
     CacheConfig,
-    DeltaNetConfig,
     EngineConfig,
-    ExpertsConfig,
-    ModelConfig,
-    RopeScaling,
     read_config,
     write_config,
 )
 from kvseek.core.errors import ConfigError, EngineDirectoryError, from_dict
+from kvseek.core.model_config import DeltaNetConfig, ExpertsConfig, ModelConfig, RopeScaling
 from kvseek.plugins.registry import get_method
 
 MODEL = ModelConfig(
@@ -277,7 +274,7 @@ def test_bad_experts_are_named(change: dict[str, Any], message: str) -> None:
         ),
         (
             {"device": "cuda", "dtype": "bfloat16", "weight_only_precision": "fp8", "prefill_precision": "fp8"},
-            "prefill_precision = 'fp8': must be 'none' with a mixture of experts; grouped products take 16 bits",
+            "must be 'none' with a mixture of experts and weight_only_precision = 'fp8'; grouped products take 16 bits",
         ),
     ],
 )

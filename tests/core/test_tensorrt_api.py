@@ -16,8 +16,9 @@ from tests.conftest import RandomModel
 
 from kvseek.builder import build
 from kvseek.builder.tensorrt.plans import limits_of, plan_count, weight_bytes, write_plans
-from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
+from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.tensorrt_api import PACKAGES, import_tensorrt
 from kvseek.engine.tensorrt.plan_files import Sizes
 

@@ -17,9 +17,10 @@ from tests.support.random_models import VOCABULARY, save_tokenizer
 from tests.support.sentencepiece import save_sentencepiece
 from transformers import AutoTokenizer
 
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError, SamplingError, UnavailableError
 from kvseek.core.guide import MAX_BYTES, MAX_DEPTH, MAX_REFERENCES, MAX_TEXT_CHARACTERS, Guide, GuideType
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.request import Request, SamplingConfig
 from kvseek.engine.draws.reference import TorchDraws
 from kvseek.engine.schedule.guides import GuideMatcher, Guides

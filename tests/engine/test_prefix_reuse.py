@@ -226,7 +226,7 @@ def test_states_have_a_budget(hybrid: Callable[..., Engine]) -> None:
         assert found == reused
 
 
-@pytest.mark.parametrize("most", [1, 3, 5])
+@pytest.mark.parametrize("most", [1, 4])
 def test_states_of_running_requests_are_within_the_budget(most: int, hybrid: Callable[..., Engine]) -> None:
     """Those of prompts that are being read, of requests that go on, and of some that are cancelled meanwhile."""
     ask(one := hybrid(), Request(DOCUMENT, 4))
@@ -252,9 +252,9 @@ def test_states_of_running_requests_are_within_the_budget(most: int, hybrid: Cal
 
 
 def test_states_go_with_their_extents(hybrid: Callable[..., Engine]) -> None:
-    engine, chance = hybrid(), random.Random(5)
+    engine, chance = hybrid(kv_cache_host_memory_bytes=8 * EXTENT_BYTES // 2), random.Random(5)  # of one layer with rows
     plain = known_answers(hybrid(reuse=False))
-    for number in range(40):
+    for number in range(24):
         begin = DOCUMENT[: chance.choice([700, 1100, 1500, 2000, 2300])]
         request = Request(begin + (4 + number % 5,) * chance.randrange(1, 400), chance.randrange(1, 40))
         ((tokens, _),) = ask(engine, request)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvseek.core.batch import Batch
-from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.index_context import IndexContext
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.cache.cache import EVICT_AHEAD, Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage

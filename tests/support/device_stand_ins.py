@@ -12,13 +12,14 @@ from tests.support.draws import make_draws
 from torch import Tensor
 
 from kvseek.core.batch import Batch, Selection, buckets_for
-from kvseek.core.config import EngineConfig, ModelConfig, read_config
+from kvseek.core.config import EngineConfig, read_config
 from kvseek.core.index_context import IndexContext
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.ranks import rank_config
 from kvseek.core.rope import Rotation
 from kvseek.engine.cache.cache import EVICT_AHEAD, Cache
 from kvseek.engine.cache.memory_layout import lay_out_rows
-from kvseek.engine.cache.prefix import reuses_prefixes
+from kvseek.engine.cache.reuse import reuses_prefixes
 from kvseek.engine.cache.row_storage import RowStorage
 from kvseek.engine.draws.sampling import greedy_token
 from kvseek.engine.loading.indexes import host_retrieval

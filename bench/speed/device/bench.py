@@ -23,8 +23,9 @@ from kvseek.bench.speed.device.memory_plan import (
 )
 from kvseek.bench.speed.shapes import get_shape
 from kvseek.bench.variants import Variant, WeightForm
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import require
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import RowLayout, layer_extent_bytes
 from kvseek.engine.cache.row_storage import RowStorage

@@ -28,7 +28,7 @@ from kvseek.bench.speed.device.memory_plan import CHUNK_TOKENS, SLOT_STRIDE, Cel
 from kvseek.plugins.contract import LAST_QUERIES
 
 if TYPE_CHECKING:
-    from kvseek.core.config import ModelConfig
+    from kvseek.core.model_config import ModelConfig
     from kvseek.engine.cache.cache import Cache
     from kvseek.plugins.contract import Index
 

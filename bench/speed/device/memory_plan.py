@@ -14,9 +14,10 @@ import torch
 
 from kvseek.bench.speed.shapes import matrix_bytes, row_numbers
 from kvseek.bench.variants import PLAIN, WeightForm
-from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import extents_for
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.cache.memory_layout import slot_state_bytes
 
 GIB = 1 << 30

@@ -17,8 +17,9 @@ from itertools import accumulate, takewhile
 import torch
 from torch import Tensor
 
-from kvseek.core.config import EXTENT_TOKENS, MOST_POSITIONS
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.extents import extents_for
+from kvseek.core.model_config import MOST_POSITIONS
 from kvseek.core.request import DEFAULT_RETENTION_PRIORITY, EndedSession, Session
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.prefix import Prefix

@@ -22,10 +22,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING
 
 from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.request import DEFAULT_RETENTION_PRIORITY, Session
-from kvseek.engine.cache.states import Snapshot
+
+if TYPE_CHECKING:  # `kvseek serve` looks at folders of prefixes without PyTorch
+    from kvseek.engine.cache.states import Snapshot
 
 TOKEN_BYTES = 4
 KEY_BYTES = 16

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.core.config import ExpertsConfig
+from kvseek.core.model_config import ExpertsConfig
 from kvseek.engine.model.experts import Experts, Parts
 from kvseek.engine.model.layer import Linear, Product, Products
 from kvseek.kernels.cuda.layer.experts import ExpertKernels

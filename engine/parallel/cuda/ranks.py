@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvseek.core.batch import buckets_for
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import CapacityError
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.cache.host_memory import available_bytes
 from kvseek.engine.cache.row_storage import can_pin
 from kvseek.engine.parallel.nodes import LOOPBACK

@@ -16,7 +16,7 @@ from kvseek.kernels.layer import CompiledOperations
 from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
-    from kvseek.core.config import ModelConfig
+    from kvseek.core.model_config import ModelConfig
 
 ARGUMENTS = {
     "add_rms_norm": c_struct("kernels/cpu/layer/layer.cpp", "AddRmsNormArguments"),

@@ -21,8 +21,9 @@ from kvseek.kernels.structs import c_struct
 from .products import ALIGNMENT, MOST_ROWS, WARP, Format, Formats, Shape
 
 if TYPE_CHECKING:
-    from kvseek.core.config import EngineConfig, ExpertsConfig
+    from kvseek.core.config import EngineConfig
     from kvseek.core.cuda import CudaKernels
+    from kvseek.core.model_config import ExpertsConfig
 
 # As in routing.cu and experts.cuh.
 GATE_UP_WARPS, GATE_UP_CHANNELS = 4, 8

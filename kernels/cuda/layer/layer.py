@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.rope import Rotation, frequency_sets, pair_factors
 from kvseek.kernels.layer import CompiledOperations
 from kvseek.kernels.structs import c_struct
 
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
-    from kvseek.core.config import DeltaNetConfig
     from kvseek.core.cuda import CudaKernels
+    from kvseek.core.model_config import DeltaNetConfig
     from kvseek.kernels.reference.delta_net import DeltaParameters, DeltaStates
 
 # As in layer.cu.

@@ -21,8 +21,9 @@ from kvseek.bench.speed.decode import add_ratios, print_report
 from kvseek.bench.speed.device.main import print_report as print_device_report
 from kvseek.bench.speed.shapes import matrix_bytes
 from kvseek.bench.timing import Samples, interleave, measure, turns
-from kvseek.core.config import EngineConfig, ExpertsConfig, ModelConfig
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import KvseekError
+from kvseek.core.model_config import ExpertsConfig, ModelConfig
 from kvseek.engine.retrieval import OPS
 
 CONTEXT = 300

@@ -9,7 +9,7 @@ import pytest
 
 from kvseek.bench.speed import shapes
 from kvseek.bench.speed.studies import engine_steps
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 
 TINY = ModelConfig("llama", 3000, 64, 96, 2, 4, 2, 16, 1e-6, 1e4, 512)
 

@@ -15,9 +15,10 @@ from kvseek.bench.engines import write_random_engine
 from kvseek.bench.speed import decode, ranks, shapes
 from kvseek.bench.speed.device.options import parse
 from kvseek.bench.speed.ranks import add_ratios
-from kvseek.core.config import EngineConfig, ModelConfig, read_config
+from kvseek.core.config import EngineConfig, read_config
 from kvseek.core.cuda import cubin_path
 from kvseek.core.errors import CapacityError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.ranks import rank_config, vocabulary_rows
 from kvseek.engine.model.weights import RANDOM_FILE, make_weights, random_seed, weight_shapes, write_random
 

@@ -18,12 +18,9 @@ Packed = tuple[dict[str, Tensor], Tensor]  # the parts of a module, and its weig
 
 def words(numbers: Tensor, bits: int) -> Tensor:
     """Pack each row of unsigned numbers [rows, n] into int32, the lowest bits first."""
-    packed = []
-    for row in numbers.tolist():
-        whole = sum(number << bits * place for place, number in enumerate(row))
-        count = -(-len(row) * bits // 32)
-        packed.append([whole >> 32 * place & 0xFFFFFFFF for place in range(count)])
-    return torch.tensor(packed, dtype=torch.int64).to(torch.int32)  # wraps around
+    each = (numbers[..., None] >> torch.arange(bits) & 1).flatten(1)  # bit by bit
+    each = torch.nn.functional.pad(each, (0, -each.shape[1] % 32))
+    return (each.unflatten(1, (-1, 32)) << torch.arange(32)).sum(2).to(torch.int32)  # wraps around
 
 
 def drawn(outputs: int, inputs: int, bits: int, groups: int, *, seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +138,7 @@ def blocks(high: int, wide: int, name: str) -> Callable[[int, int], Packed]:
         scale = (
             torch.rand(-(-outputs // high), -(-inputs // wide), generator=torch.Generator().manual_seed(inputs)) * 1e-3
         )
-        whole = torch.tensor([[scale[i // high, j // wide] for j in range(inputs)] for i in range(outputs)])
+        whole = scale.repeat_interleave(high, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
         return {"weight": weight, name: scale}, weight.double() * whole.double()
 
     return pack

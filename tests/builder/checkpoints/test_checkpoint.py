@@ -53,8 +53,9 @@ from kvseek.builder.checkpoints.gguf_tokenizer import ARRAYS, SCORES, TOKENS, TY
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, check_tensors, weight_reader, write_weights
-from kvseek.core.config import RopeScaling, read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import RopeScaling
 from kvseek.core.rope import frequencies
 from kvseek.engine.model.weights import list_weights, load_weights
 

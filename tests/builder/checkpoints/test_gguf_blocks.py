@@ -220,14 +220,14 @@ def one_left_out(shape: tuple[int, ...]) -> str:
     return "F16" if shape[1] == 512 else q4_k_m(shape)
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    ("types", "sizes", "precision", "others"),
+    ("types", "sizes", "precision", "others", "tied"),
     [
-        (q4_k_m, WIDE, INT4, {"qkv": INT8_ASYMMETRIC, "down": INT8_ASYMMETRIC}),
-        (q4_k_m_of_odd_columns, {}, INT4, {"o": INT8_ASYMMETRIC, "down": INT8_ASYMMETRIC}),
-        (q5_k_m, WIDE, INT8_ASYMMETRIC, {}),
-        (one_left_out, WIDE, INT4, {"qkv": INT8_ASYMMETRIC, "down": "none"}),
+        (q4_k_m, WIDE, INT4, {"qkv": INT8_ASYMMETRIC, "down": INT8_ASYMMETRIC}, True),
+        (q4_k_m, WIDE, INT4, {"qkv": INT8_ASYMMETRIC, "down": INT8_ASYMMETRIC}, False),
+        (q4_k_m_of_odd_columns, {}, INT4, {"o": INT8_ASYMMETRIC, "down": INT8_ASYMMETRIC}, False),
+        (q5_k_m, WIDE, INT8_ASYMMETRIC, {}, True),
+        (one_left_out, WIDE, INT4, {"qkv": INT8_ASYMMETRIC, "down": "none"}, False),
     ],
 )
 def test_each_matrix_has_its_own_format(

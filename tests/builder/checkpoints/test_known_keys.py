@@ -36,8 +36,8 @@ from kvseek.builder.checkpoints.known_keys import (
 )
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
-from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import ModelConfig, RopeScaling
 
 CLASSES = (
     "PreTrainedConfig",

@@ -21,8 +21,9 @@ from kvseek.builder.checkpoints.effective_config import check_effective_config, 
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, total_size
-from kvseek.core.config import DeltaNetConfig, ExpertsConfig, ModelConfig, RopeScaling, read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import DeltaNetConfig, ExpertsConfig, ModelConfig, RopeScaling
 from kvseek.engine.model.weights import list_weights
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

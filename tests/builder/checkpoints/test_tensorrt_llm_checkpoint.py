@@ -17,8 +17,8 @@ from tests.support.random_models import ARCHITECTURES, VOCABULARY, save_random_m
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.tensorrt_llm import TensorRtLlmCheckpoint
 from kvseek.builder.checkpoints.weights import WeightFormat, own_numbers, write_weights
-from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import ModelConfig, RopeScaling
 from kvseek.core.weight_only import dequantise
 from kvseek.engine.model.weights import list_weights
 

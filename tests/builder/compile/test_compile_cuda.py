@@ -22,9 +22,10 @@ from tests.support.structs import KERNEL, NVRTC_OFFSET, ROOT, compiled_part, dec
 from kvseek.builder import build
 from kvseek.builder.compile import cuda as compile_cuda
 from kvseek.builder.compile.cuda import ARCHITECTURES, Specialisation, cached_cubin, compile_cubin, specialise
-from kvseek.core.config import DeltaNetConfig, EngineConfig, ExpertsConfig, ModelConfig, read_config
+from kvseek.core.config import EngineConfig, read_config
 from kvseek.core.errors import ConfigError, EngineDirectoryError, KernelError
 from kvseek.core.manifest import read_manifest, verify
+from kvseek.core.model_config import DeltaNetConfig, ExpertsConfig, ModelConfig
 from kvseek.core.weight_only import INT4
 from kvseek.kernels.cuda.layer.products import SHAPES, Format
 from kvseek.plugins.registry import METHODS, get_method

@@ -21,9 +21,10 @@ from kvseek.builder.checkpoints.checkpoint import Checkpoint
 from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.tensorrt.plans import weight_bytes, write_plans
-from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig, read_config
+from kvseek.core.config import EngineConfig, TensorRtConfig, read_config
 from kvseek.core.errors import KernelError
 from kvseek.core.manifest import read_manifest, verify
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.model.weights import list_weights
 from kvseek.engine.tensorrt.plan_files import PLANS_FILE
 from kvseek.plugins.tensorrt.fields import AttentionFields

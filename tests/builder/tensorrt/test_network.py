@@ -17,7 +17,7 @@ from kvseek.builder.checkpoints.open import open_checkpoint
 from kvseek.builder.checkpoints.weights import weight_reader
 from kvseek.builder.tensorrt.graph import Graph
 from kvseek.builder.tensorrt.network import NetworkWriter
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.tensorrt_api import logger
 from kvseek.engine.model.reference import causal_attention
 

@@ -14,10 +14,11 @@ from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
-from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import CacheConfig, EngineConfig
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable, extents_for
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.loading.memory import (
     ALLOCATION_BYTES,

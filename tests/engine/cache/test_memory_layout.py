@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
 from kvseek.core.extents import cut
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.cache import row_storage
 from kvseek.engine.cache.host_memory import available_bytes
 from kvseek.engine.cache.memory_layout import (

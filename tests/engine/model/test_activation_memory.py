@@ -10,7 +10,8 @@ import torch
 from torch.profiler import profile
 
 from kvseek.bench.speed.shapes import SHAPES
-from kvseek.core.config import DeltaNetConfig, EngineConfig
+from kvseek.core.config import EngineConfig
+from kvseek.core.model_config import DeltaNetConfig
 from kvseek.engine.model.activation_memory import prefill_bytes
 from kvseek.kernels.reference.delta_net import GROUPS, DeltaParameters, DeltaPrompt, read_prompts
 

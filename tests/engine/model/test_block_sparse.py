@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.kernels.cpu.attention.test_causal_attention import make
 from torch import Tensor
 
-from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig, ModelConfig, TensorRtConfig
+from kvseek.core.config import KEY_BLOCK, BlockSparseConfig, EngineConfig, TensorRtConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.model.block_sparse import (
     LATEST,
     MOST_PLACES,

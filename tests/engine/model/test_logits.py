@@ -17,7 +17,7 @@ from kvseek.engine.engine import Engine
 from kvseek.plugins.registry import METHODS
 
 MAX_DIFFERENCE = 2e-4
-GREEDY_TOKENS = 64
+GREEDY_TOKENS = 40  # past the ring's end, and past longrope's border
 
 
 def load_transformers(model: Path) -> Any:
@@ -50,13 +50,13 @@ def engine_logits(engine: Engine, prompt: list[int], forced: list[int]) -> torch
     return torch.stack(rows)
 
 
-def compare(model: Path, directory: Path, prompt: list[int]) -> None:
+def compare(model: Path, directory: Path, prompt: list[int], *, generates: bool = False) -> None:
     engine = Engine.load(directory)
     tokens, expected = greedy_transformers(load_transformers(model), prompt, GREEDY_TOKENS)
     found = engine_logits(engine, prompt, tokens)
     assert (found - expected).abs().max() <= MAX_DIFFERENCE
-    request = Request(tuple(prompt), GREEDY_TOKENS)
-    assert engine.generate([request]) == [tokens]
+    if generates:
+        assert engine.generate([Request(tuple(prompt), GREEDY_TOKENS)]) == [tokens]
 
 
 @pytest.mark.model
@@ -65,7 +65,7 @@ def test_smollm2(smollm2_gguf: Path, document: str, build_engine: BuildEngine) -
     directory = build_engine(smollm2_gguf, "full")
     prompt = Engine.load(directory).tokenizer.encode(document)[:512]
     assert len(prompt) == 512
-    compare(smollm2_gguf, directory, prompt)
+    compare(smollm2_gguf, directory, prompt, generates=True)
 
 
 def test_needle_model(needle_folder: Path, build_engine: BuildEngine) -> None:
@@ -82,7 +82,7 @@ def test_random_models(architecture: str, kernels: str, random_model: RandomMode
     # A short window and small chunks: the prompt crosses chunk borders and the ring wraps while decoding.
     window = ("--cache.sink", "4", "--cache.local", "16", "--cache.update", "8", "--prefill_chunk_tokens", "50")
     directory = build_engine(model, "full", "--kernels", kernels, *window)
-    compare(model, directory, torch.arange(180).mul(7).remainder(100).tolist())
+    compare(model, directory, torch.arange(180).mul(7).remainder(100).tolist(), generates=True)
 
 
 # Experts of a layer and of a token, and how config.json spreads them over three layers.
@@ -100,7 +100,7 @@ SPREAD: list[tuple[str, int, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("tokens", [5, 700, 3000])
+@pytest.mark.parametrize("tokens", [5, 700, 1300])
 @pytest.mark.parametrize(("architecture", "experts", "chosen", "fields"), SPREAD)
 def test_mixtures_of_experts(
     architecture: str,
@@ -145,7 +145,7 @@ SPREAD_STATES: list[tuple[str, tuple[int, int, int, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("tokens", [5, 700, 3000])
+@pytest.mark.parametrize("tokens", [5, 700, 1300])
 @pytest.mark.parametrize(("architecture", "heads", "fields"), SPREAD_STATES)
 def test_hybrids(
     architecture: str,
@@ -194,7 +194,7 @@ ROPE = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    # The prompt of 150 tokens is short, and the sequence becomes long among the 64 tokens after it.
+    # The prompt of 150 tokens is short, and the sequence becomes long among the 40 tokens after it.
     "longrope": {
         "rope_type": "longrope",
         "short_factor": [1.0 + 0.1 * pair for pair in range(16)],

@@ -16,8 +16,9 @@ from tests.support.random_models import save_random_model
 from torch import Tensor
 
 from kvseek.builder.tensorrt.plans import limits_of
-from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
+from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.errors import EngineDirectoryError, KernelError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.streams import SideStream
 from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.loading import memory

@@ -13,7 +13,7 @@ from tests.support.random_models import save_random_model
 from kvseek.bench import evaluate
 from kvseek.bench.speed import decode, shapes
 from kvseek.bench.speed.studies import cached_prompts, evictions, peers
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 
 pytestmark = pytest.mark.gpu
 

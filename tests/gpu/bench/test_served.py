@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 from kvseek.bench.load import served
 from kvseek.bench.speed import shapes
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
 

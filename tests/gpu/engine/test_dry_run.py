@@ -11,7 +11,8 @@ from tests.plugins.ctkvr.settings import BY_KEYS
 from tests.plugins.prkv.settings import BOXES
 
 from kvseek.bench.methods import load_kernels
-from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import CacheConfig, EngineConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.loading.indexes import IndexMaker
 from kvseek.engine.loading.memory import DryRun, GpuTraits, measured_bytes
 from kvseek.engine.loading.supported import needs_cpu_library

@@ -13,7 +13,7 @@ import torch
 from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.model.cuda.attention import PromptAttention
 from kvseek.engine.model.library_attention import causal_attention_device
 from kvseek.kernels.cuda.attention.merge_attention import PartialAttention

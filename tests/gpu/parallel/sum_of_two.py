@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from kvseek.bench.methods import method_kernels
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.parallel.cuda.gpus import take_gpu
 from kvseek.engine.parallel.cuda.ranks import RankLayerKernels
 from kvseek.engine.parallel.cuda.sums import BUFFER_BYTES, SMALL_BYTES, SymmetricSums, inbox_rows, measure

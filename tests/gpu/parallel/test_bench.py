@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvseek.bench.speed import decode, shapes
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.parallel.cuda.gpus import SHARE_VARIABLE
 
 pytestmark = pytest.mark.gpu

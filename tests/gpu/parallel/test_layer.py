@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.parallel.cuda.ranks import RankLayerKernels
 from kvseek.engine.parallel.cuda.sums import Inboxes, inbox_bytes
 from kvseek.engine.parallel.reports import Reporter

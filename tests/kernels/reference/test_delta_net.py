@@ -9,7 +9,7 @@ import torch
 from tests.gpu.kernels.layer.test_delta_net import CONFIGS, check_cuts, draw
 
 from kvseek.core.batch import Batch, RequestState
-from kvseek.core.config import DeltaNetConfig
+from kvseek.core.model_config import DeltaNetConfig
 from kvseek.kernels.reference.delta_net import GROUPS, DeltaPrompt, delta_step, read_prompts
 
 

@@ -13,11 +13,11 @@ from tests.plugins.index_cases import context_of
 from torch import Tensor
 
 from kvseek.core.batch import BUCKETS, most_requests
-from kvseek.core.config import ModelConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.extents import ExtentTable
 from kvseek.core.index_context import IndexContext
+from kvseek.core.model_config import ModelConfig
 from kvseek.plugins.ctkvr import device, device_build
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.device import LARGEST_KEYS, Workspace

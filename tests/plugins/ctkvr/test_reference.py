@@ -19,7 +19,7 @@ from kvseek.core.errors import KernelError
 from kvseek.core.index_context import IndexContext, LayerRows
 from kvseek.kernels.reference.codes.key_codes import leading_bits, mean_integers
 from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
-from kvseek.plugins.ctkvr.build import attention_values, build_lists, cosines, largest, make_centroids, prompt_means
+from kvseek.plugins.ctkvr.build import build_lists, cosines, largest, make_centroids, prompt_means
 from kvseek.plugins.ctkvr.config import Config
 from kvseek.plugins.ctkvr.method import create, traits
 from kvseek.plugins.ctkvr.reference import ReferenceIndex
@@ -87,12 +87,6 @@ def make(config: Config, lengths: Sequence[int], room: int = 0, queries: int = 3
 def centroids_of(queries: Tensor, means: Tensor) -> Tensor:
     """Centroids [H, C, D] of queries [H, C, D] whose prompt has the means [H, D], by their definition."""
     return torch.nn.functional.normalize(queries.double() - means[:, None].double(), dim=-1).float()
-
-
-def exact_rows(query: Tensor, keys: Tensor, count: int) -> Tensor:
-    """Best places of a query [H, D] over keys [G, n, D] by CTkvr's value, ascending."""
-    grouped = query.view(keys.shape[0], -1, 1, query.shape[-1])
-    return largest(attention_values(grouped, keys, query.shape[-1] ** -0.5)[:, 0], count).sort(dim=1).values
 
 
 # Lists.
@@ -237,19 +231,6 @@ def test_a_region_without_queries_is_refused() -> None:
     bench = Bench(SMALL, [random_keys(30, DIM)])
     with pytest.raises(KernelError, match="queries: 0 for 30 retrieval keys: must be at least 1"):
         bench.build(0, torch.empty(KV_HEADS * GROUP, 0, DIM))
-
-
-def test_all_rows_whatever_the_lists_hold() -> None:
-    bench = make(Config(top_k=500, recent=500, probes=8, **BY_KEYS), [490], room=10)
-    bench.index.lists.fill_(-1)
-    bench.grow(0, random_keys(10, DIM, seed=3))
-    assert bench.step(random_queries(1, KV_HEADS * GROUP, DIM)[0]).tolist() == [list(range(500))] * KV_HEADS
-
-
-def test_wide_lists_make_the_choice_exact() -> None:
-    bench = make(replace(SMALL, recent=20, probes=8, recall_factor=40), [777])
-    query = random_queries(1, KV_HEADS * GROUP, DIM)[0]
-    assert torch.equal(bench.step(query).long(), exact_rows(query, bench.keys(0), 20))
 
 
 def test_a_zero_query_has_a_selection() -> None:
@@ -411,47 +392,6 @@ def test_a_part_that_all_queries_share_does_not_matter(centred: bool) -> None:
     assert (probed[0] == probed[1]) == centred
 
 
-def shared_part_recall(centred: bool, shared: float) -> float:
-    """Share of the true best rows selected where queries are a shared part, which no key answers, and a topic."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    def across(vectors: Tensor) -> Tensor:
-        return vectors - (vectors * common).sum(dim=-1, keepdim=True) * common
-
-    common = torch.nn.functional.normalize(normal(KV_HEADS, 1, DIM), dim=-1)
-    topics = torch.nn.functional.normalize(across(normal(KV_HEADS, 32, DIM)), dim=-1)
-    own = torch.randint(0, 32, (4000,), generator=generator)
-    keys = across(3 * topics[:, own] + 0.7 * normal(KV_HEADS, 4000, DIM))
-
-    def queries(count: int) -> Tensor:
-        asked = torch.randint(0, 32, (count,), generator=generator)
-        strength = 0.5 + 2.5 * torch.rand(count, 1, generator=generator)
-        topical = (strength * topics[:, asked]).repeat_interleave(2, dim=0) + 0.3 * normal(2 * KV_HEADS, count, DIM)
-        return topical + shared * (1 + 0.1 * normal(2 * KV_HEADS, count, 1)) * common.repeat_interleave(2, dim=0)
-
-    bench = Bench(
-        replace(SMALL, top_k=64, recent=64, probes=2, recall_factor=1.25, update=False, centred=centred),
-        [keys],
-        group=2,
-    )
-    bench.build(0, queries(250))
-    found = 0
-    for query in queries(64).unbind(dim=1):
-        rows, best = bench.step(query).tolist(), exact_rows(query, keys, 64).tolist()
-        found += sum(len({*one} & {*other}) for one, other in zip(rows, best, strict=True))
-    return found / (64 * 64 * KV_HEADS)
-
-
-def test_centring_finds_better_centroids_where_queries_share_a_part() -> None:
-    centred, plain = (shared_part_recall(centred, 5.6) for centred in (True, False))
-    assert centred > plain + 0.03, (centred, plain)
-    centred, plain = (shared_part_recall(centred, 0.0) for centred in (True, False))
-    assert abs(centred - plain) < 0.015, "where they share none, it makes no difference"
-
-
 # The ring.
 
 
@@ -520,88 +460,3 @@ def test_without_update_nothing_changes() -> None:
 
 
 # Tokens that the prompt's lists do not hold.
-
-
-def test_recent_tokens_are_recalled() -> None:
-    bench = make(SMALL, [777], room=100)
-    bench.grow(0, random_keys(100, DIM, seed=3))
-    recalled = bench.index.recall(random_queries(1, KV_HEADS * GROUP, DIM)[0], 0)
-    assert recalled.shape == (KV_HEADS, bench.index.capacity)
-    for head in range(KV_HEADS):
-        places = recalled[head][recalled[head] >= 0]
-        assert (places.diff() > 0).all()
-        assert places[-24:].tolist() == list(range(853, 877))
-        assert not ((places >= 777) & (places < 853)).any()
-        assert (recalled[head][len(places) :] == -1).all()
-
-
-def topical(topics: Tensor, weights: Tensor, noise: float, generator: torch.Generator) -> Tensor:
-    """Vectors [heads, w, D] around sums of topics [heads, T, D] with weights [w, T]."""
-    mean = torch.einsum("wt,htd->hwd", weights, topics)
-    return mean + noise * torch.randn(mean.shape, generator=generator)
-
-
-def rounds_of_topics(update: bool, **fields: float) -> list[float]:
-    """Recall by round: the prompt's last queries are of topic 0 with some of all others, round r asks about topic r."""
-    generator = torch.Generator().manual_seed(0)
-    topics = torch.nn.functional.normalize(torch.randn(KV_HEADS, 8, DIM, generator=generator), dim=-1)
-    own = torch.eye(8)[torch.randint(0, 8, (4000,), generator=generator)]
-    bench = Bench(
-        replace(Config(top_k=64, recent=64, probes=8, update=update, **BY_KEYS), **fields),
-        [topical(3 * topics, own, 1.0, generator)],
-        group=2,
-    )
-    asked = 3 * topics.repeat_interleave(2, dim=0)
-    prompt = torch.rand(256, 8, generator=generator)
-    prompt[:, 0] += 1
-    bench.build(0, topical(asked, prompt, 0.6, generator))
-    recall = []
-    for topic in range(4):
-        found, steps = 0, 32
-        for query in topical(asked, torch.eye(8)[[topic] * steps], 0.6, generator).unbind(dim=1):
-            rows, best = bench.step(query), exact_rows(query, bench.keys(0), 64)
-            found += sum(len({*a} & {*b}) for a, b in zip(rows.tolist(), best.tolist(), strict=True))
-        recall.append(found / (steps * 64 * KV_HEADS))
-    return recall
-
-
-def test_the_update_follows_changing_topics() -> None:
-    # CTkvr paper, table 5: alike in the first round, better from the second on.
-    paper = {"probes": 4, "centred": False, "keep_prompt": False}
-    off, on = rounds_of_topics(False, **paper), rounds_of_topics(True, **paper)
-    assert abs(on[0] - off[0]) < 0.03, (off, on)
-    assert all(better > worse + 0.03 for better, worse in zip(on[1:], off[1:], strict=True)), (off, on)
-
-
-def test_probes_kept_for_the_prompt_let_the_update_help_with_centring_too() -> None:
-    off, on, locked_in = (
-        rounds_of_topics(update, recall_factor=1.25, keep_prompt=keep)
-        for update, keep in ((False, True), (True, True), (True, False))
-    )
-    assert sum(on[1:]) > sum(off[1:]) + 0.03, (off, on)
-    assert all(worse < better - 0.05 for better, worse in zip(off[1:], locked_in[1:], strict=True)), (off, locked_in)
-
-
-def test_tokens_that_were_generated_long_ago_are_still_found() -> None:
-    # 5,000 tokens after a prompt of 500, 1,024 of them recent: most can be found through updated lists alone.
-    generator = torch.Generator().manual_seed(0)
-    topics = torch.nn.functional.normalize(torch.randn(KV_HEADS, 4, DIM, generator=generator), dim=-1)
-    asked = 3 * topics.repeat_interleave(2, dim=0)
-
-    def keys(count: int) -> Tensor:
-        own = torch.eye(4)[torch.randint(0, 4, (count,), generator=generator)]
-        return topical(3 * topics, own, 1.0, generator)
-
-    bench = Bench(Config(top_k=64, recent=1024, probes=8, **BY_KEYS), [keys(500)], room=5000, group=2)
-    bench.build(0, topical(asked, torch.eye(4)[torch.arange(64) % 4], 0.3, generator))
-    found = total = 0
-    for burst in range(20):
-        bench.grow(0, keys(250))
-        weights = torch.eye(4)[torch.randint(0, 4, (16,), generator=generator)]
-        for query in topical(asked, weights, 0.3, generator).unbind(dim=1):
-            rows = bench.step(query)
-            if burst >= 12:
-                best = exact_rows(query, bench.keys(0), 64)
-                found += sum(len({*a} & {*b}) for a, b in zip(rows.tolist(), best.tolist(), strict=True))
-                total += best.numel()
-    assert found / total > 0.85, found / total

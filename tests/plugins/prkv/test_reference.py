@@ -12,9 +12,9 @@ from tests.plugins.index_cases import KV_HEADS, extend, make_context, random_key
 from tests.plugins.prkv.settings import BOXES
 from torch import Tensor
 
-from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.index_context import LayerRows
+from kvseek.core.model_config import ModelConfig
 from kvseek.kernels.reference.codes.key_codes import encode, round_lanes
 from kvseek.kernels.reference.codes.rotation import padded_dim, rotate, rotation_signs
 from kvseek.plugins.prkv.config import PAGE_SCORES, Config

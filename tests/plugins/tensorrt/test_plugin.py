@@ -11,8 +11,8 @@ import torch
 from tests.support.tensorrt_stand_ins import PluginNetwork, stand_in_tensorrt
 
 from kvseek.builder.tensorrt.graph import Graph
-from kvseek.core.config import ModelConfig
 from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.tensorrt_api import logger
 from kvseek.plugins.tensorrt.fields import AttentionFields
 from kvseek.plugins.tensorrt.plugin import NAME, NAMESPACE, VERSION, add_attention_layer, register

@@ -12,8 +12,9 @@ import tritonclient.grpc as grpc
 from hypothesis import given
 from tritonclient.grpc import _utils, service_pb2
 
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig
 from kvseek.core.errors import RequestError
+from kvseek.core.model_config import ModelConfig
 from kvseek.server.grpc.call import asks_for_several
 from kvseek.server.grpc.checks import admit
 from kvseek.server.kserve.inputs import schemas

@@ -11,7 +11,8 @@ import pytest
 from tests.support.random_models import save_tokenizer
 from tests.support.sentencepiece import save_sentencepiece
 
-from kvseek.core.config import EngineConfig, ModelConfig
+from kvseek.core.config import EngineConfig
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.request import FinishReason, LogProbs, Request, SamplingConfig, StepOutput
 from kvseek.engine.tokenizer import TOKENIZER_FOLDER, Tokenizer
 from kvseek.generation import Generation

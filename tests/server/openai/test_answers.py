@@ -120,7 +120,7 @@ called = st.lists(
 
 
 @pytest.mark.parametrize("form", CALLS)
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(calls=called, cuts=st.sets(st.integers(1, 400)), stop=st.none() | st.integers(0, 400), opened=st.booleans())
 def test_a_stream_is_the_whole_answer_wherever_it_is_cut(
     made: Made, form: str, calls: list[tuple[str, dict[str, Any]]], cuts: set[int], stop: int | None, opened: bool

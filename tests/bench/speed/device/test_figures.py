@@ -33,8 +33,9 @@ from kvseek.bench.speed.shapes import LLAMA_3_1_8B, QWEN3_8B, get_shape, matrix_
 from kvseek.bench.timing import Samples
 from kvseek.bench.variants import WeightForm
 from kvseek.builder.checkpoints.weights import WeightFormat
-from kvseek.core.config import FP8_GROUPS, CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import FP8_GROUPS, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.weight_only import INT4
 from kvseek.engine.model.layer import Layer
 from kvseek.engine.model.weights import list_weights, make_weights, weight_shapes

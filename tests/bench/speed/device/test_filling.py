@@ -12,8 +12,9 @@ from kvseek.bench.speed.device import filling
 from kvseek.bench.speed.device.filling import Filler, Spectrum, SyntheticKeys
 from kvseek.bench.speed.device.memory_plan import Cell
 from kvseek.core.batch import Batch, Selection
-from kvseek.core.config import CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import CacheConfig, EngineConfig
 from kvseek.core.errors import CapacityError
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows
 from kvseek.engine.cache.row_storage import RowStorage

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from kvseek.core.batch import Batch
-from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig, ModelConfig
+from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.index_context import IndexContext
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.request import Session
 from kvseek.engine.cache.cache import Cache
 from kvseek.engine.cache.memory_layout import host_rows

@@ -272,7 +272,7 @@ class DiskMachine(CacheMachine):
         shutil.rmtree(self.directory)
 
 
-DiskMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+DiskMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestPrefixesOnDisk = DiskMachine.TestCase
 
 

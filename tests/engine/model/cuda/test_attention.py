@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvseek.core.config import EngineConfig, ModelConfig, TensorRtConfig
+from kvseek.core.config import EngineConfig, TensorRtConfig
 from kvseek.core.errors import KernelError
+from kvseek.core.model_config import ModelConfig
 from kvseek.engine.model.cuda.attention import (
     CUDNN_AND_FLASH,
     FLASH,

@@ -14,8 +14,9 @@ from tests.support.random_models import ARCHITECTURES
 from torch import Tensor
 
 from kvseek.core.batch import LATEST, Batch, RequestState, bucket_of, buckets_for, pack
-from kvseek.core.config import ModelConfig, read_config
+from kvseek.core.config import read_config
 from kvseek.core.errors import ConfigError, KernelError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.request import FinishReason, Request, SamplingConfig, StepOutput
 from kvseek.engine.draws.sampling import NO_TOKEN, Drawn, Launched, Sampler
 from kvseek.engine.engine import Engine

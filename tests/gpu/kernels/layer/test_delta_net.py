@@ -13,8 +13,8 @@ from kvseek.bench.methods import load_kernels
 from kvseek.builder.checkpoints.model_config import model_config
 from kvseek.builder.compile.cuda import Specialisation
 from kvseek.core.batch import Batch, RequestState
-from kvseek.core.config import DeltaNetConfig, ModelConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.model_config import DeltaNetConfig, ModelConfig
 from kvseek.engine.engine import Engine
 from kvseek.kernels.cuda.layer.layer import LayerKernels
 from kvseek.kernels.reference.delta_net import DeltaParameters, DeltaPrompt, DeltaStates, delta_step, read_prompts

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvseek.bench.methods import load_kernels
 from kvseek.builder.compile.cuda import Specialisation
-from kvseek.core.config import ExpertsConfig
 from kvseek.core.errors import KernelError
+from kvseek.core.model_config import ExpertsConfig
 from kvseek.core.weight_only import NONE, dequantise, quantise
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.cuda import experts

@@ -12,8 +12,8 @@ from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
 from kvseek.core.batch import LATEST, Batch, RequestState, pack
-from kvseek.core.config import ModelConfig, RopeScaling
 from kvseek.core.errors import KernelError
+from kvseek.core.model_config import ModelConfig, RopeScaling
 from kvseek.core.rope import RotaryEmbedding, Rotation, rotate
 from kvseek.engine.draws.sampling import NO_TOKEN
 from kvseek.kernels.cuda.layer.layer import LayerKernels

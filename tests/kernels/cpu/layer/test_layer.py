@@ -14,9 +14,9 @@ from tests.support.prefill import check_agreement
 from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState
-from kvseek.core.config import ModelConfig
 from kvseek.core.cpu_library import CpuLibrary
 from kvseek.core.errors import KernelError
+from kvseek.core.model_config import ModelConfig
 from kvseek.core.rope import RotaryEmbedding, Rotation
 from kvseek.engine.engine import Engine
 from kvseek.engine.model.reference import TorchOperations

@@ -8,8 +8,8 @@ import pytest
 from tests.gpu.kernels.layer import test_delta_net as checks
 from tests.support.emulated_kernels import emulated_delta_net
 
-from kvseek.core.config import DeltaNetConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.model_config import DeltaNetConfig
 
 pytestmark = pytest.mark.slow
 

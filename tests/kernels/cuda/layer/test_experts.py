@@ -8,8 +8,8 @@ import pytest
 from tests.gpu.kernels.layer import test_experts as checks
 from tests.support.emulated_kernels import emulated_experts
 
-from kvseek.core.config import ExpertsConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.model_config import ExpertsConfig
 from kvseek.core.weight_only import NONE
 from kvseek.kernels.cuda.layer.experts import ExpertKernels
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvseek.bench.accuracy.perplexity import rise
-from kvseek.bench.tables import K, Results, Rows, step, with_ratio
+
+from .answers import total
+from .results import K, Results, Rows, Tables, step, with_ratio
 
 PRESETS = ("pariskv:paper", "ctkvr:paper", "clusterkv:paper", "prkv:paper")
 BESIDE = ("quest:top_k=1024", "infinigen:top_k=1024", "arkvale:top_k=1024", "snapkv:top_k=1024")
@@ -37,17 +38,11 @@ def presets(results: Results) -> Rows:
         yield (
             f"`{name}`",
             loss,
-            _answers([cell for cell in answers if cell["engine"] == name]),
+            total([cell for cell in answers if cell["engine"] == name]),
             f"{found['recall']:.3f}",
             f"{found['ratio']:.3f}",
             *times,
         )
-
-
-def _answers(cells: Sequence[dict[str, Any]]) -> str:
-    """Right answers of all questions; nothing where none was asked."""
-    right = sum(answers.count("1") for cell in cells for answers in cell["right"])
-    return f"{right} of {sum(cell['questions'] for cell in cells)}" if cells else ""
 
 
 def _step(results: Results, name: str, offload: str) -> str:
@@ -127,7 +122,7 @@ def peers(results: Results) -> Rows:
         yield (f"{part}: {name}", *map("; ".join, times.values()))
 
 
-PAPER_TABLES: Mapping[str, Callable[[Results], Rows]] = {
+TABLES: Tables = {
     "settings of papers": presets,
     "votes of pariskv": collisions,
     "pieces of papers": swaps,
