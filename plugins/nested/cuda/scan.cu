@@ -255,7 +255,7 @@ __device__ __forceinline__ void add_pairs(const SelectArguments& a, const Scanni
     const int stride = a.kv_heads * BINS;  // from a request's to the next one's
 #pragma unroll 1
     for (int pair = 0; 2 * pair < work.requests; pair++) {
-#pragma unroll
+#pragma unroll 4
         for (int i = 0; i < BINS / SCAN_THREADS; i++) {
             const int bin = i * SCAN_THREADS + threadIdx.x;
             const unsigned counts = memory.pairs[pair][bin];
@@ -290,28 +290,30 @@ __device__ __forceinline__ void scan_together(const SelectArguments& a, const Sc
     await_earlier_kernels();
     allow_later_kernels();
     if (!work.block.exists) return;
-#pragma unroll
-    for (int turn = 0; turn < (MOST_TOGETHER * LANES + SCAN_WARPS - 1) / SCAN_WARPS; turn++) {
-        const int i = turn * SCAN_WARPS + threadIdx.x / WARP;
+#pragma unroll 1
+    for (int i = threadIdx.x / WARP; i < MOST_TOGETHER * LANES; i += SCAN_WARPS) {
         const Task other(a, work.block.request + min(i / LANES, work.requests - 1));
-        if (i < MOST_TOGETHER * LANES) memory.queries[i / LANES].prepare_lane(other.queries(a), i % LANES, a.signs);
+        memory.queries[i / LANES].prepare_lane(other.queries(a), i % LANES, a.signs);
     }
     __syncthreads();
     const Queries& queries = memory.queries[member];
     const RequestColumns columns(memory.queries);
     float factor[LANES], bias[LANES];
+    if (threadIdx.x < MOST_TOGETHER * LANES) {  // a product counts for a width of a cell
+        const int other = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+        memory.factors[other][lane] = memory.queries[other].inverses[lane] / codes::Code<4>::STEP;
+    }
 #pragma unroll
     for (int lane = 0; lane < LANES; lane++) {
         factor[lane] = queries.inverses[lane], bias[lane] = 0.0f;
         const float product = first.product(queries, lane);
-        if (threadIdx.x >= 4) continue;
-        memory.first[member][lane] = product;
-        memory.factors[member][lane] = factor[lane] / codes::Code<4>::STEP;  // a product counts for a width of a cell
+        if (threadIdx.x < 4) memory.first[member][lane] = product;
     }
     __syncthreads();
     unsigned* counters = memory.pairs[member / 2];
     // Take the last keys of the warp's last unit off again, if the region has ended before them.
     auto uncount = [&](int surplus) {
+#pragma unroll 1
         for (int i = 0; i < 2 * UNIT_TILES && surplus > 0; i++) {
             const int place = CommonUnit::own(i / 2) + i % 2;
             const unsigned score = a.scores[own_task.scratch_row(a, (own.last - 1) * UNIT + place)];
