@@ -252,10 +252,7 @@ def test_states_of_running_requests_are_within_the_budget(most: int, hybrid: Cal
 
 
 def test_states_go_with_their_extents(hybrid: Callable[..., Engine]) -> None:
-    engine, chance = (
-        hybrid(kv_cache_host_memory_bytes=8 * EXTENT_BYTES // 2),
-        random.Random(5),
-    )  # of one layer with rows
+    engine, chance = hybrid(kv_cache_host_memory_bytes=8 * EXTENT_BYTES // 2), random.Random(5)  # of one layer with rows
     plain = known_answers(hybrid(reuse=False))
     for number in range(24):
         begin = DOCUMENT[: chance.choice([700, 1100, 1500, 2000, 2300])]

@@ -98,9 +98,9 @@ __device__ __forceinline__ int both_counts(unsigned bits) {
     return __popc(bits & 255) | __popc(bits >> 8) << 16;
 }
 
-// A warp's units `first` .. and its list: few threads have candidates, and these are judged together, whatever unit they
-// are of. An entry is the number of AT_ONCE keys, counted from the warp's first key on; above its lower 16 bits lies
-// their verdict.
+// A warp's units `first` .. and its list: few threads have candidates, and these are judged together, whatever unit
+// they are of. An entry is the number of AT_ONCE keys, counted from the warp's first key on; above its lower 16 bits
+// lies their verdict.
 struct Candidates {
     const SelectArguments& a;
     const Task& task;
@@ -137,8 +137,8 @@ struct Candidates {
         return own;
     }
 
-    // List who has candidates in the warp's units, up to `last`, of which `scores` may hold the first; act(entries) takes
-    // the list when it is full, and at the end. Returns how many entries are left if it was never full; else -1.
+    // List who has candidates in the warp's units, up to `last`, of which `scores` may hold the first; act(entries)
+    // takes the list when it is full, and at the end. Returns how many entries are left if it was never full; else -1.
     template <class Act>
     __device__ __forceinline__ int visit(Scores& scores, int last, const Act& act) const {
         const int lane = threadIdx.x % WARP;

@@ -3,8 +3,8 @@
 // A key's score is the largest over the lanes (query heads) of (s <h, q> + <m - m0, q>) / ‖q‖, m being the mean of the
 // key's block and m0 that of the first block: without m0 the lane whose product with all keys is large would win.
 //
-// Up to four neighbouring requests that have the same keys, such as the positions of a draft, are scanned together as far
-// as they have: a warp reads and unpacks the keys once. Scores are the same to the bit.
+// Up to four neighbouring requests that have the same keys, such as the positions of a draft, are scanned together as
+// far as they have: a warp reads and unpacks the keys once. Scores are the same to the bit.
 #include "kernels/cuda/codes/products.cuh"
 #include "select.cuh"
 
@@ -19,7 +19,8 @@ constexpr int PAIRS = UNIT_TILES / 2;
 
 using codes::MOST_TOGETHER;
 using RequestColumns = codes::RequestColumns<LANES>;
-constexpr bool SCANS_TOGETHER = RequestColumns::TILES * RequestColumns::CHUNKS <= 32;  // else registers do not suffice
+// Of more lanes or wider heads registers do not suffice.
+constexpr bool SCANS_TOGETHER = LANES <= 8 && DIM <= 128;
 
 struct ScanMemory {
     union {
@@ -332,8 +333,8 @@ __device__ __forceinline__ void scan_together(const SelectArguments& a, const Sc
             if (unit.new_block) {
 #pragma unroll
                 for (int lane = 0; lane < LANES; lane++)
-                    bias[lane] = (unit.mean.product(queries, lane) - memory.first[member][lane]) *
-                                 memory.factors[member][lane];
+                    bias[lane] =
+                        (unit.mean.product(queries, lane) - memory.first[member][lane]) * memory.factors[member][lane];
             }
             if (number + 1 < own.last) unit.aim(a, task.row(a, (number + 1) * UNIT), false);  // else it stays
             unsigned short* scores = a.scores + own_task.scratch_row(a, number * UNIT) + CommonUnit::own(0);
