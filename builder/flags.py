@@ -31,7 +31,7 @@ CHOICE_SUMMARIES = {
     "weight_only_precision": "of the layers' matrices: 8 or 4 bits, or --dtype (default: the checkpoint's own, else none)",
     "runtime": "what computes all but attention (default: torch)",
     "prefill_attention": "what prompts attend to: all tokens before, or chosen blocks of them (default: dense)",
-    "prefill_precision": "fp8 rounds rows of prompts to FP8 before products with fp8 weights: faster (default: none)",
+    "prefill_precision": "fp8 reads prompts in FP8: attention, and products with fp8 weights (default: none)",
 }
 CALIBRATE_TOKENS = 2048  # of a text; also the window, unless max_seq_len is less
 USAGE = """

@@ -229,7 +229,8 @@ class EngineConfig:
     `quantize_lm_head` says whether the output head has int8 weights too. `runtime` names
     the library that computes all but attention: "torch", or on a GPU also "tensorrt", which the field `tensorrt` configures.
     `prefill_attention` is "dense", or "block_sparse" for prompts that attend to chosen blocks, as `block_sparse` says.
-    `prefill_precision` is "none", or "fp8" for prompts whose rows are rounded to FP8 before products with weights of fp8.
+    `prefill_precision` is "none", or "fp8" for prompts that attend in FP8 to the tokens before a window, and whose rows are
+    rounded to FP8 before products with weights of fp8.
     `tp_size` ranks, processes that each have a part of every layer, compute together (core/ranks.py, docs/parallelism.md).
     """
 
@@ -300,8 +301,9 @@ class EngineConfig:
             return
         limit = "'torch' with a mixture of experts"
         require(self.runtime == "torch", "runtime", self.runtime, limit, "plans have no experts: leave --runtime out")
-        value, limit = self.prefill_precision, "'none' with a mixture of experts"
-        require(value == "none", "prefill_precision", value, limit, "grouped products take 16 bits: leave it out")
+        value, limit = self.prefill_precision, "'none' with a mixture of experts and weight_only_precision = 'fp8'"
+        fits = value == "none" or self.weight_only_precision != "fp8"
+        require(fits, "prefill_precision", value, limit, "grouped products take 16 bits: leave it out")
         limit, remedy = "bfloat16 or float16 with a mixture of experts on cuda", "choose one with --dtype"
         require(self.dtype != "float32", "dtype", self.dtype, limit, remedy)
 
@@ -344,8 +346,8 @@ class EngineConfig:
             require(value % groups == 0, name, value, limit, f"build with {smaller}")
 
     def _check_prefill_precision(self) -> None:
-        """Refuse FP8 prompts of weights and types that no product takes."""
-        for name, wanted in ((PRECISION, "fp8"), ("dtype", "bfloat16"), ("device", "cuda")):
+        """Refuse FP8 prompts where nothing computes with them."""
+        for name, wanted in (("dtype", "bfloat16"), ("device", "cuda"), ("runtime", "torch")):
             value = getattr(self, name)
             limit, remedy = (
                 f"{wanted!r} with prefill_precision = 'fp8'",

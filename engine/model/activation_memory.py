@@ -49,7 +49,12 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     if dtype is torch.float32:
         elements += 2 * tokens * queries  # keys and values of every query head (library_attention.py)
     sparse = sparse_bytes(config, dtype, tokens, chunk) if config.prefill_attention == "block_sparse" else 0
-    return elements * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse
+    return elements * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse + _fp8_bytes(config, tokens)
+
+
+def _fp8_bytes(config: EngineConfig, tokens: int) -> int:
+    """Count the bytes of a layer's keys and values in FP8."""
+    return 2 * tokens * config.model.num_kv_heads * config.model.head_dim * (config.prefill_precision == "fp8")
 
 
 def _torch_prefill(config: EngineConfig, dtype: torch.dtype, tokens: int, chunk: int) -> int:
@@ -173,7 +178,8 @@ def waiting_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     last = min(tokens, max(LAST_QUERIES, config.prefill_chunk_tokens))  # of a layer's queries, for its index
     elements = tokens * (model.hidden_size + _row_elements(keys)) + last * queries
     elements += 2 * keys * (row_tokens(config, tokens) - tokens)
-    return elements * dtype.itemsize + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
+    elements_bytes = elements * dtype.itemsize + _fp8_bytes(config, tokens)
+    return elements_bytes + tokens * model.head_dim * torch.float32.itemsize  # cosines and sines
 
 
 def work_bytes(config: EngineConfig, dtype: torch.dtype) -> int:

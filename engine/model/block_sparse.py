@@ -21,8 +21,9 @@ from torch import Tensor
 from kvseek.core.config import KEY_BLOCK
 from kvseek.core.streams import to_device
 
+from .fp8_attention import Fp8Attention, Fp8Past
 from .library_attention import OCCUPYING_QUERIES, cudnn_attention, flash_attention
-from .prompt_windows import LSE_ELEMENTS, power_of_two
+from .prompt_windows import LSE_ELEMENTS, Blocks, cut_blocks, floor_power_of_two, power_of_two
 from .reference import BlockAttention, CausalAttention
 
 if TYPE_CHECKING:
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
 BlockMass = Callable[[Tensor, Tensor, float], Tensor]
 """Sampled queries [G, b, s, D] of b query blocks, keys [G, p, D] and the softmax scale to float32 [G, b, p / KEY_BLOCK]:
 attention of the samples to each block of keys, softmax over all p keys, summed over the samples. p is a multiple of KEY_BLOCK."""
-Attend = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""Attention of the same queries [G, r, D] to each of B pieces of the keys, [B, G, n, D], without a mask. The values [n, D] are
-those of every piece and head. With the scale to outputs [B, G, r, D] and log-sum-exps float32 [B, G, r]."""
+Attend = Callable[[Tensor, Tensor, Blocks, Tensor, float], tuple[Tensor, Tensor]]
+"""Attention of the same queries [G, r, D] to each of B blocks of the keys [G, p, D], without a mask. The values [n, D] are those
+of every block and head. With the scale to outputs [B, G, r, D] and log-sum-exps float32 [B, G, r]."""
 
 LATEST = 256 // KEY_BLOCK  # blocks before the chunk that are always chosen, as the first one is
+NAMED = 256.0  # what names a block, in FP8
 PIECES_TOGETHER = 8  # that cuDNN reads at once: always as many, since it compiles a plan for each number
 MOST_PLACES = 16  # a pair of tokens that was there more often says little about where to look
 
@@ -140,22 +142,42 @@ class BlockSparseAttention:
         self._tail = config.block_sparse.dense_tail
 
     def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, following: int, repeated: RepeatedTokens
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        following: int,
+        repeated: RepeatedTokens,
+        fp8: Fp8Past | None = None,
     ) -> Tensor:
-        """Attend as a CausalAttention; `following` tokens of the prompt come after the queries', and `repeated` knows all."""
+        """Attend as a CausalAttention; `following` tokens of the prompt come after the queries', and `repeated` knows all.
+
+        `fp8` has the layer's rows in FP8, which are read instead of those of 16 bits where there are any; None: 16 bits.
+        """
         q = queries.shape[1]
+        dense = self._dense if fp8 is None or self._together is None else partial(self._together, past=fp8)
         blocks, sparse = (keys.shape[1] - q) // KEY_BLOCK, q - max(0, self._tail - following)
         if blocks <= self._count or sparse <= 0:
-            return self._dense(queries, keys, values, scaling)
+            return dense(queries, keys, values, scaling)
         past, first, last = blocks * KEY_BLOCK, keys.shape[1] - q, keys.shape[1] - q + sparse
-        asking = queries[:, :sparse]
-        mass = self._mass(sample(asking, keys.shape[0], self._size, self._samples), keys[:, :past], scaling)
+        asking, mass_of_blocks = queries[:, :sparse], self._mass
+        if fp8 is not None and self._together is not None and self._together.fp8 is not None:
+            fp8.extend(keys, values, past)
+            attend = partial(attend_by_fp8, self._together.fp8, fp8)
+            mass_of_blocks = partial(block_mass_by_attention, attend=attend)
+        mass = mass_of_blocks(sample(asking, keys.shape[0], self._size, self._samples), keys[:, :past], scaling)
         again = repeated.blocks(first, last, self._size, blocks, self._repeated)
         chosen = choose(mass, self._count, again).transpose(0, 1)
-        read = self._read_each if self._together is None else partial(self._read_together, self._together)
-        out = read(asking, chosen, keys[:, :last], values[:, :last], past, scaling)
+        if self._together is None:
+            out = self._read_each(asking, chosen, keys[:, :last], values[:, :last], past, scaling)
+        else:
+            rows = (keys, values) if fp8 is None else (fp8.keys, fp8.values)
+            kept = gather_chosen(rows[0][:, :past], chosen), gather_chosen(rows[1][:, :past], chosen)
+            own = keys[:, past:last], values[:, past:last]
+            out = self._together.attend_in_blocks(asking, self._size, kept, own, scaling, fp8)
         if sparse < q:
-            out = torch.cat((out, self._dense(queries[:, sparse:], keys, values, scaling)))
+            out = torch.cat((out, dense(queries[:, sparse:], keys, values, scaling)))
         return out
 
     def _read_each(
@@ -178,24 +200,6 @@ class BlockSparseAttention:
             seen = read_keys.shape[1] - (q - stop)
             out.append(self._dense(queries[:, start:stop], read_keys[:, :seen], read_values[:, :seen], scaling))
         return torch.cat(out)
-
-    def _read_together(
-        self,
-        attention: BlockAttention,
-        queries: Tensor,
-        chosen: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        past: int,
-        scaling: float,
-    ) -> Tensor:
-        """As `_read_each`, with all that was chosen for a chunk gathered and read at once."""
-        number, kv_heads, count = chosen.shape
-        read_keys, read_values = keys.new_empty(2, number, kv_heads, count * KEY_BLOCK, keys.shape[2])
-        gather(keys[:, :past], chosen, read_keys)
-        gather(values[:, :past], chosen, read_values)
-        own = keys[:, past:], values[:, past:]
-        return attention.attend_in_blocks(queries, self._size, (read_keys, read_values), own, scaling)
 
 
 def sample(queries: Tensor, kv_heads: int, size: int, samples: int) -> Tensor:
@@ -234,6 +238,13 @@ def gather(part: Tensor, chosen: Tensor, out: Tensor) -> None:
     torch.ops.aten.index.Tensor_out(cut(part, KEY_BLOCK), [heads, chosen], out=cut(out, KEY_BLOCK))
 
 
+def gather_chosen(part: Tensor, chosen: Tensor) -> Tensor:
+    """Copy the chosen blocks [b, G, count] of keys or values [G, p, D]: [b, G, count * KEY_BLOCK, D]."""
+    found = part.new_empty(*chosen.shape[:2], chosen.shape[2] * KEY_BLOCK, part.shape[2])
+    gather(part, chosen, found)
+    return found
+
+
 def cut(part: Tensor, size: int) -> Tensor:
     """View rows [..., n, D] in pieces of `size`, [..., n / size, size, D]."""
     return part.view(*part.shape[:-2], part.shape[-2] // size, size, part.shape[-1])
@@ -259,39 +270,74 @@ def block_mass_by_attention(queries: Tensor, keys: Tensor, scaling: float, atten
     """
     kv_heads, number, samples, dim = queries.shape
     rows, piece = queries.flatten(1, 2), dim * KEY_BLOCK
-    whole = keys.shape[1] // piece * piece
+    whole, rest = divmod(keys.shape[1], piece)
     names = torch.eye(dim, dtype=keys.dtype, device=keys.device).repeat_interleave(KEY_BLOCK, dim=0)
-    found = []
-    for part in (cut(keys[:, :whole], piece), keys[:, None, whole:]):
-        pieces, length = part.shape[1:3]
-        if pieces and length:
-            found.append(attend(rows, part.transpose(0, 1), names[:length], scaling))
+    parts = Blocks(0, whole, piece), Blocks(whole * piece, 1 if rest else 0, rest)
+    found = [attend(rows, keys, part, names[: part.size], scaling) for part in parts if part.number]
     shares, lse = (torch.cat(parts) for parts in zip(*found, strict=True))  # [pieces, G, b * s, D], [pieces, G, b * s]
     weights = (lse - lse.logsumexp(dim=0)).exp().view(-1, kv_heads, number, 1, samples)
     mass = torch.matmul(weights, shares.float().view(-1, kv_heads, number, samples, dim))  # [pieces, G, b, 1, D]
     return mass.squeeze(3).permute(1, 2, 0, 3).flatten(2)[..., : keys.shape[1] // KEY_BLOCK]
 
 
-def attend_by_flash(queries: Tensor, pieces: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def attend_by_flash(
+    queries: Tensor, keys: Tensor, blocks: Blocks, values: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
     """Attend by flash attention on a GPU; see Attend. It does not take float32."""
+    pieces = cut_blocks(keys, blocks)
     shape = (*pieces.shape[:2], -1, -1)
     return flash_attention(queries.expand(shape), pieces, values.expand(shape), scaling)
 
 
-def attend_by_cudnn(queries: Tensor, pieces: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def attend_by_cudnn(
+    queries: Tensor, keys: Tensor, blocks: Blocks, values: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
     """Attend by cuDNN, PIECES_TOGETHER at a time, and to those left over by flash attention; see Attend.
 
     cuDNN is asked with at least OCCUPYING_QUERIES queries, as by PromptAttention.attend_in_blocks.
     """
-    together = len(pieces) // PIECES_TOGETHER * PIECES_TOGETHER
+    start, number, size = blocks
+    together = number // PIECES_TOGETHER * PIECES_TOGETHER
     if not together or queries.shape[1] < OCCUPYING_QUERIES:
-        return attend_by_flash(queries, pieces, values, scaling)
-    shape, found = (PIECES_TOGETHER, pieces.shape[1], -1, -1), []
+        return attend_by_flash(queries, keys, blocks, values, scaling)
+    shape, found = (PIECES_TOGETHER, len(keys), -1, -1), []
     rows, names = queries.expand(shape).contiguous(), values.expand(shape).contiguous()
-    for start in range(0, together, PIECES_TOGETHER):
-        found.append(cudnn_attention(rows, pieces[start : start + PIECES_TOGETHER], names, scaling))
-    if together < len(pieces):
-        found.append(attend_by_flash(queries, pieces[together:], values, scaling))
+    for first in range(0, together, PIECES_TOGETHER):
+        pieces = cut_blocks(keys, Blocks(start + first * size, PIECES_TOGETHER, size))
+        found.append(cudnn_attention(rows, pieces, names, scaling))
+    if together < number:
+        left = Blocks(start + together * size, number - together, size)
+        found.append(attend_by_flash(queries, keys, left, values, scaling))
+    shares, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return shares, lse
+
+
+def attend_by_fp8(
+    attention: Fp8Attention,
+    past: Fp8Past,
+    queries: Tensor,
+    keys: Tensor,
+    blocks: Blocks,
+    values: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend in FP8 to whole pieces, in numbers that are powers of two, and to a shorter one by flash attention; see Attend.
+
+    `keys` are those that `past` has rounded. Values are NAMED in place of 1, so that small shares are not rounded away.
+    """
+    if blocks.size < keys.shape[2] * KEY_BLOCK:
+        rest = past.centred(keys[:, blocks.start : blocks.start + blocks.size])
+        return attend_by_flash(queries, rest, Blocks(0, 1, blocks.size), values, scaling)
+    rows, names = past.rounded_samples(queries), (values * NAMED).to(past.keys.dtype)
+    start, left, size = blocks
+    found = []
+    while left:
+        number = min(PIECES_TOGETHER, floor_power_of_two(left))
+        pieces = cut_blocks(past.keys, Blocks(start, number, size))
+        shape = (number, len(keys), -1, -1)
+        shares, lse = attention(rows.expand(shape), pieces, names.expand(shape), scaling)
+        found.append((shares.float() / NAMED, lse))
+        start, left = start + number * size, left - number
     shares, lse = (torch.cat(parts) for parts in zip(*found, strict=True))
     return shares, lse
 

@@ -32,6 +32,7 @@ from kvseek.kernels.reference.delta_net import DeltaPrompt
 from kvseek.plugins.contract import LAST_QUERIES
 
 from .block_sparse import RepeatedTokens
+from .fp8_attention import Fp8Past
 from .reference import BlockAttention, CausalAttention
 
 RotatePrompt = Callable[[int, int, int], Rotation]
@@ -321,6 +322,8 @@ class LayerwisePrefill(Prefill):
         self._first = retrieval.reused(self.slots[0]) if len(self.slots) == 1 else 0
         self._layer, self._row = 0, self._first  # the next unit begins here
         self._rows: Rows | None = None  # keys and values of the layer
+        self._fp8: Fp8Past | None = None  # the same, if prompts are read in FP8
+        self._dense = model.attention  # that of the layer, which knows these
         self._next: tuple[Rows, SideWork] | None = None  # those of the next one, whose first tokens are on their way
         self._queries: list[Tensor] = []  # queries of the layer that its index will be given
         self._states: list[DeltaPrompt] = []  # of each prompt, in a layer that has no rows
@@ -351,6 +354,10 @@ class LayerwisePrefill(Prefill):
             return self._advance_states(max_tokens)
         if self._rows is None:
             self._rows = self._begin_layer()
+            self._dense = attention = self._model.attention
+            if len(self.slots) == 1 and isinstance(attention, BlockAttention):  # a pack has no tokens before it
+                self._fp8 = attention.fp8_past(self.tokens)
+                self._dense = partial(attention, past=self._fp8)
         start = self._row
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
         stop = self.tokens  # a pack is one chunk
@@ -414,9 +421,10 @@ class LayerwisePrefill(Prefill):
                 or self._rows_before < model.config.block_sparse.dense_layers
                 or len(self.slots) > 1
             ):
-                parts.append(model.attention(own, *rows, model.scaling))
+                parts.append(self._dense(own, *rows, model.scaling))
             else:
-                parts.append(model.sparse(own, *rows, model.scaling, piece.end - piece.stop, self._repeated))
+                following = piece.end - piece.stop
+                parts.append(model.sparse(own, *rows, model.scaling, following, self._repeated, self._fp8))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @cached_property
@@ -452,7 +460,7 @@ class LayerwisePrefill(Prefill):
             last = torch.cat(self._queries, dim=1)[:, -LAST_QUERIES:].contiguous()
             self.retrieval.store_layer(self._rows_before, self.slots[0], keys, values, last)
         self._layer, self._row, self._rows_before = self._layer + 1, self._first, self._rows_before + 1
-        self._rows, self._queries = None, []  # freed before the next layer allocates its own
+        self._rows, self._fp8, self._queries = None, None, []  # freed before the next layer allocates its own
 
     def _score(self) -> None:
         """Compute the logits of the next unit of rows, and pass them to their callbacks."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from kvseek.core.config import EngineConfig
 
 SHORTEST_BLOCK = 2048  # keys; also the shortest window
@@ -25,6 +27,12 @@ class Blocks(NamedTuple):
     start: int
     number: int
     size: int
+
+
+def cut_blocks(rows: Tensor, blocks: Blocks) -> Tensor:
+    """View some of the rows [G, n, D] as blocks [number, G, size, D]."""
+    start, number, size = blocks
+    return rows[:, start : start + number * size].view(len(rows), number, size, -1).transpose(0, 1)
 
 
 def block_tokens(longest: int) -> int:

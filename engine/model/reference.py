@@ -17,6 +17,8 @@ from kvseek.kernels.layer import CompiledOperations
 from kvseek.kernels.reference.attention.attend import merge
 from kvseek.kernels.reference.delta_net import delta_step
 
+from .fp8_attention import Fp8Attention, Fp8Past
+
 if TYPE_CHECKING:
     from kvseek.core.batch import Batch
     from kvseek.core.model_config import ModelConfig
@@ -132,20 +134,37 @@ class BlockAttention(Protocol):
     dtype : torch.dtype
     refusal : str or None
         Why cuDNN does not attend; None: it does.
+    fp8 : Fp8Attention or None
+        What reads the tokens before a window in FP8.
     """
 
     dtype: torch.dtype
     refusal: str | None
+    fp8: Fp8Attention | None
 
-    def attend_in_blocks(
-        self, queries: Tensor, size: int, chosen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, past: Fp8Past | None = None
     ) -> Tensor:
         """See PromptAttention (engine/model/cuda/attention.py)."""
+
+    def fp8_past(self, tokens: int) -> Fp8Past | None:
+        """See PromptAttention."""
+
+    def attend_in_blocks(
+        self,
+        queries: Tensor,
+        size: int,
+        chosen: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
+        scaling: float,
+        past: Fp8Past | None = None,
+    ) -> Tensor:
+        """See PromptAttention."""
 
     def attend_pack(
         self, queries: Tensor, keys: Tensor, values: Tensor, borders: tuple[int, ...], scaling: float
     ) -> Tensor:
-        """Attend causally in each prompt to itself: queries [H, n, D], keys and values [G, n, D] to outputs [n, H, D].
+        """Attend causally in each prompt of a pack to itself: queries [H, n, D], keys and values [G, n, D] to outputs [n, H, D].
 
         Prompt i has rows borders[i] .. borders[i + 1] - 1.
         """

@@ -118,6 +118,13 @@ __device__ __forceinline__ unsigned short to_e4m3(float first, float second) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(second), "f"(first));
     return both;
 }
+
+// Two numbers of e4m3, exactly.
+__device__ __forceinline__ __half2 from_e4m3(unsigned short both) {
+    unsigned halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(both));
+    return *reinterpret_cast<const __half2*>(&halves);
+}
 #endif
 
 // c += a b on tensor cores: a [16, 16] by rows, b [16, 8] by columns, c [16, 8] in float32. A register of a or b holds

@@ -274,7 +274,7 @@ def test_bad_experts_are_named(change: dict[str, Any], message: str) -> None:
         ),
         (
             {"device": "cuda", "dtype": "bfloat16", "weight_only_precision": "fp8", "prefill_precision": "fp8"},
-            "prefill_precision = 'fp8': must be 'none' with a mixture of experts; grouped products take 16 bits",
+            "must be 'none' with a mixture of experts and weight_only_precision = 'fp8'; grouped products take 16 bits",
         ),
     ],
 )

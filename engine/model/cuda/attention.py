@@ -13,6 +13,8 @@ GPU, too.
 cuDNN compiles a plan for each combination of sizes and strides, in some 60 ms, and PyTorch keeps it for good. So the sizes of
 blocks, the number of them in a call and the number of queries, which are filled up, are few, and the KV heads of a prompt's keys
 are equally spaced in all long prompts (`new_rows` of prefill.py).
+
+With prefill_precision = "fp8" the past is read in FP8 (fp8_attention.py), and the window itself as before.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
 from kvseek.core.model_config import ModelConfig
 from kvseek.core.streams import to_device
+from kvseek.engine.model.fp8_attention import Fp8Attention, Fp8Past
 from kvseek.engine.model.library_attention import (
     OCCUPYING_QUERIES,
     causal_attention_batch,
@@ -44,6 +47,7 @@ from kvseek.engine.model.prompt_windows import (
     SHORTEST_BLOCK,
     Blocks,
     block_tokens,
+    cut_blocks,
     filled_up,
     floor_power_of_two,
     past_blocks,
@@ -51,6 +55,7 @@ from kvseek.engine.model.prompt_windows import (
     window_tokens,
     windows,
 )
+from kvseek.kernels.cuda.attention.fp8_rows import FP8
 from kvseek.kernels.cuda.attention.merge_attention import PartialAttention, merge
 
 CUDNN_AND_FLASH, FLASH = "cuDNN and flash attention", "flash attention"
@@ -69,6 +74,8 @@ class PromptAttention:
         Of queries, keys and values.
     chunk, longest : int
         Most queries of a call, and most tokens of a prompt.
+    fp8 : bool
+        Whether the past is read in FP8.
 
     Attributes
     ----------
@@ -76,9 +83,18 @@ class PromptAttention:
         Who attends: CUDNN_AND_FLASH, FLASH or MEMORY_EFFICIENT.
     refusal : str or None
         Why cuDNN does not attend to the past of chunks; None: it does.
+    fp8 : Fp8Attention or None
+        What reads the past in FP8.
+
+    Raises
+    ------
+    ConfigError
+        With `fp8`, if cuDNN does not attend in FP8 with heads of this size, or its frontend is missing.
     """
 
-    def __init__(self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype, chunk: int, longest: int) -> None:
+    def __init__(
+        self, kernels: CudaKernels, model: ModelConfig, dtype: torch.dtype, chunk: int, longest: int, fp8: bool = False
+    ) -> None:
         self._kernels, self._model, self.dtype = kernels, model, dtype
         self._window, self._block = window_tokens(chunk), block_tokens(longest)
         self._pack: tuple[tuple[int, ...], list[PackedPrompts]] | None = None  # the last one's borders, and its calls
@@ -89,24 +105,61 @@ class PromptAttention:
             logger.info("prompts are read by %s", self.name)
         else:
             logger.warning("prompts are read by %s: cuDNN's attention refuses them: %s", self.name, self.refusal)
+        self.fp8 = Fp8Attention(kernels.device) if fp8 else None
+        if self.fp8 is not None:
+            queries, keys = (
+                torch.zeros(1, heads, SHORTEST_BLOCK, model.head_dim, dtype=FP8, device=kernels.device)
+                for heads in (model.num_heads, model.num_kv_heads)
+            )
+            self.fp8(queries, keys, keys, 1.0)
 
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """Attend from the last q tokens of a prompt to the whole of it, causally; see causal_attention_device."""
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float, past: Fp8Past | None = None
+    ) -> Tensor:
+        """Attend from the last q tokens of a prompt to the whole of it, causally; see causal_attention_device.
+
+        `past` is that of the layer, in which tokens before a window are rounded as far as they are read; None: 16 bits.
+        """
         if self.refusal is not None:
             return causal_attention_device(queries, keys, values, scaling)
         heads, q, dim = queries.shape
-        past, out = keys.shape[1] - q, queries.new_empty(q, heads, dim)
-        for base, start, stop in windows(past, past + q, self._window):
-            own, kept = queries[:, start - past : stop - past], slice(start - past, stop - past)
-            filled = filled_up(stop - start)
+        before, out = keys.shape[1] - q, queries.new_empty(q, heads, dim)
+        for base, start, stop in windows(before, before + q, self._window):
+            own, kept = queries[:, start - before : stop - before], slice(start - before, stop - before)
+            filled, window_keys = filled_up(stop - start), keys[:, base:stop]
             calls = past_blocks(base, self._block, filled)
-            # Of every row that fills up only the results of its own are wrong, and nobody reads these.
-            copies = own.new_empty(max((one.number for one in calls), default=0), filled, heads, dim).transpose(1, 2)
-            copies[:, :, : stop - start] = own
-            parts = [attend_blocks(copies, keys, values, blocks, scaling) for blocks in calls]
-            parts.append(attend_window(own, keys[:, base:stop], values[:, base:stop], scaling))
+            if past is None or not calls:
+                # Of every row that fills up only the results of its own are wrong, and nobody reads these.
+                most = max((one.number for one in calls), default=0)
+                copies = own.new_empty(most, filled, heads, dim).transpose(1, 2)
+                copies[:, :, : stop - start] = own
+                parts = [attend_blocks(copies, keys, values, blocks, scaling) for blocks in calls]
+            else:
+                past.extend(keys, values, base)
+                parts = self._attend_fp8(past.rounded(own, filled), past, calls, scaling)
+                window_keys = past.centred(window_keys)
+            parts.append(attend_window(own, window_keys, values[:, base:stop], scaling))
             merge(self._kernels, parts, out[kept])
         return out
+
+    def fp8_past(self, tokens: int) -> Fp8Past | None:
+        """Make what keeps the rounded rows of a layer of a prompt of so many tokens; None: prompts are read in 16 bits."""
+        if self.fp8 is None:
+            return None
+        model = self._model
+        return Fp8Past(self._kernels, model.num_kv_heads, model.group_size, tokens, model.head_dim)
+
+    def _attend_fp8(
+        self, queries: Tensor, past: Fp8Past, calls: Sequence[Blocks], scaling: float
+    ) -> list[PartialAttention]:
+        """Attend from rounded queries [H, q, D] to blocks of what has been rounded."""
+        assert self.fp8 is not None, "somebody has made `past`"
+        found = list[PartialAttention]()
+        for blocks in calls:
+            read_keys, read_values = (cut_blocks(part, blocks) for part in (past.keys, past.values))
+            output, lse = self.fp8(queries.expand(blocks.number, -1, -1, -1), read_keys, read_values, scaling)
+            found.append(PartialAttention(output, lse, past.value_scales))
+        return found
 
     def attend_pack(
         self, queries: Tensor, keys: Tensor, values: Tensor, borders: tuple[int, ...], scaling: float
@@ -137,7 +190,13 @@ class PromptAttention:
         return out
 
     def attend_in_blocks(
-        self, queries: Tensor, size: int, chosen: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float
+        self,
+        queries: Tensor,
+        size: int,
+        chosen: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
+        scaling: float,
+        past: Fp8Past | None = None,
     ) -> Tensor:
         """Attend from each block of `size` queries to all keys that were chosen for it, and causally to those of the chunk.
 
@@ -152,20 +211,26 @@ class PromptAttention:
             Keys and values for each of the b blocks.
         own : Tensors [G, at least q, D]
             Keys and values whose last q tokens are those of the queries.
+        past : Fp8Past or None
+            Of the layer, if what was chosen is in FP8.
 
         Returns
         -------
         Tensor [q, H, D], contiguous.
         """
         heads, q, dim = queries.shape
-        blocks = in_blocks(queries, size)
-        by_cudnn = self.refusal is None and blocks.shape[2] >= OCCUPYING_QUERIES
-        output, lse = (cudnn_attention if by_cudnn else flash_attention)(blocks, *chosen, scaling)
+        blocks, scales = in_blocks(queries, size), None
+        if past is not None and self.fp8 is not None:
+            output, lse = self.fp8(past.rounded_blocks(blocks), *chosen, scaling)
+            scales, own = past.value_scales, (past.centred(own[0]), own[1])
+        else:
+            by_cudnn = self.refusal is None and blocks.shape[2] >= OCCUPYING_QUERIES
+            output, lse = (cudnn_attention if by_cudnn else flash_attention)(blocks, *chosen, scaling)
         # A block is filled up, and all are put one behind the other again: no copy where they are full, but of the log-sum-exps.
         output = output[:, :, :size].transpose(1, 2).reshape(-1, heads, dim).transpose(0, 1)
         lse = lse[:, :, :size].transpose(0, 1).reshape(heads, -1)
         attend_own = attend_causally if self.refusal else attend_window
-        parts = [PartialAttention(output[None], lse[None]), attend_own(queries, *own, scaling)]
+        parts = [PartialAttention(output[None], lse[None], scales), attend_own(queries, *own, scaling)]
         return merge(self._kernels, parts, queries.new_empty(q, heads, dim))
 
     def _refused(self) -> str | None:
@@ -271,12 +336,8 @@ def attend_blocks(copies: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, 
 
     Raises RuntimeError if cuDNN does not take the sizes.
     """
-    start, number, size = blocks
-    own_keys, own_values = (
-        part[:, start : start + number * size].view(len(part), number, size, -1).transpose(0, 1)
-        for part in (keys, values)
-    )
-    return PartialAttention(*cudnn_attention(copies[:number], own_keys, own_values, scaling))
+    own_keys, own_values = (cut_blocks(part, blocks) for part in (keys, values))
+    return PartialAttention(*cudnn_attention(copies[: blocks.number], own_keys, own_values, scaling))
 
 
 def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> PartialAttention:

@@ -398,4 +398,5 @@ def prompt_attention(retrieval: Retrieval, kernels: CudaKernels) -> PromptAttent
     """Make the attention of prompts that are read in chunks."""
     config = retrieval.config
     sizes = config.prefill_chunk_tokens, config.max_input_len
-    return PromptAttention(kernels, config.model, retrieval.cache.window.dtype, *sizes)
+    fp8 = config.prefill_precision == "fp8"
+    return PromptAttention(kernels, config.model, retrieval.cache.window.dtype, *sizes, fp8)

@@ -24,13 +24,16 @@ class PartialAttention:
     Attributes
     ----------
     output : Tensor [blocks, H, at least q, D]
-        In the engine's dtype; the numbers of a token and head are neighbours.
+        In the engine's dtype, or float8_e4m3fn; the numbers of a token and head are neighbours.
     lse : Tensor, float32 [blocks, H, at least q]
         A head's numbers are neighbours. Natural logarithms of the sums of exponentials.
+    scales : Tensor, float32 [H], contiguous, or None
+        By which outputs of float8_e4m3fn are multiplied.
     """
 
     output: Tensor
     lse: Tensor
+    scales: Tensor | None = None
 
 
 def merge(kernels: CudaKernels, parts: Sequence[PartialAttention], merged: Tensor) -> Tensor:
@@ -41,6 +44,7 @@ def merge(kernels: CudaKernels, parts: Sequence[PartialAttention], merged: Tenso
     )
     for number, part in enumerate(parts):
         arguments.outputs[number], arguments.lses[number] = part.output.data_ptr(), part.lse.data_ptr()
+        arguments.scales[number] = 0 if part.scales is None else part.scales.data_ptr()
         block, head, token, _ = part.output.stride()
         arguments.block_strides[number] = block
         arguments.head_strides[number], arguments.token_strides[number] = head, token

@@ -1,0 +1,53 @@
+// Rounds rows of prompts to FP8 for attention; kernels/cuda/attention/fp8_rows.py launches it.
+#include "kernels/cuda/instructions.cuh"
+#include "kernels/cuda/numbers.cuh"
+#include "kernels/cuda/overlap.cuh"
+
+namespace kvseek {
+
+struct Fp8RowsArguments {
+    const void* rows;         // Number [heads, tokens, D], strided as below
+    const void* centres;      // Number [heads, D], subtracted from a head's rows; or null
+    const void* scales;       // float [heads], by which the differences are multiplied; or null
+    void* rounded;            // e4m3 [heads, tokens, D], strided as below
+    long long head_stride;    // of rows, in numbers, a multiple of 8
+    long long token_stride;   // likewise
+    long long head_stride8;   // of rounded, likewise
+    long long token_stride8;  // likewise
+    long long pieces;         // heads * tokens * D / 8
+    int tokens;
+};
+
+#if KVSEEK_DTYPE != 0 && __CUDA_ARCH__ >= 890
+namespace fp8_rows {
+
+constexpr int THREADS = 256;
+constexpr int HEAD_PIECES = KVSEEK_HEAD_DIM / 8;
+
+// Eight channels of one token and head a thread.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    kvseek_fp8_rows(const __grid_constant__ kvseek::Fp8RowsArguments a) {
+    await_earlier_kernels();
+    const long long piece = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+    if (piece >= a.pieces) return;
+    const int channel = static_cast<int>(piece % HEAD_PIECES) * 8;
+    const long long row = piece / HEAD_PIECES, head = row / a.tokens, token = row % a.tokens;
+    Eight<Number> numbers, centre;
+    numbers.load(static_cast<const Number*>(a.rows) + head * a.head_stride + token * a.token_stride + channel);
+    if (a.centres) centre.load(static_cast<const Number*>(a.centres) + head * KVSEEK_HEAD_DIM + channel);
+    const float scale = a.scales ? static_cast<const float*>(a.scales)[head] : 1.0f;
+    float found[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) found[i] = (numbers[i] - (a.centres ? centre[i] : 0.0f)) * scale;
+    unsigned short pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = to_e4m3(found[2 * i], found[2 * i + 1]);
+    unsigned char* to =
+        static_cast<unsigned char*>(a.rounded) + head * a.head_stride8 + token * a.token_stride8 + channel;
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(pairs[0] | unsigned(pairs[1]) << 16, pairs[2] | unsigned(pairs[3]) << 16);
+}
+
+}  // namespace fp8_rows
+#endif
+}  // namespace kvseek
