@@ -161,10 +161,8 @@ HYBRID_SHAPE = SHAPE | {
 @pytest.fixture(scope="module")
 def hybrid(random_model: RandomModel, build_engine: BuildEngine) -> Callable[..., Engine]:
     """Load an engine of a hybrid in bfloat16, with fields of its configuration of the cache changed."""
-    own, everything = (
-        random_model("qwen3_next", **HYBRID_SHAPE, **HEADS),
-        method_flags("nested", CASES["nested"].everything),
-    )
+    own = random_model("qwen3_next", **HYBRID_SHAPE, **HEADS)
+    everything = method_flags("nested", CASES["nested"].everything)
     directory = build_engine(own, "nested", *WINDOW, *LIMITS, *everything, "--dtype", "bfloat16")
     return lambda **cache: load_changed(directory, {"reuse_state_tokens": 512, **cache})
 
