@@ -71,7 +71,7 @@ def check_equal(one: Path, several: Path) -> None:
 
 # test_ranks_reuse.py has the others. Of the competing systems, whose index in a rank is one of fewer heads, one that has
 # pages, one that evicts, and one with codes.
-@pytest.mark.parametrize("method", sorted({*METHODS, "quest", "h2o", "shadowkv"} - {*REUSING}))
+@pytest.mark.parametrize("method", sorted({*METHODS, "quest", "h2o", "pqcache"} - {*REUSING}))
 def test_every_method_has_the_tokens_of_one_rank(
     method: str, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
