@@ -7,12 +7,16 @@ from typing import Any
 from .answers import counted
 from .results import CHUNKS, SPARSE, K, Results, Rows, Tables, one
 
+FP8 = ":weight_only_precision=fp8,prefill_precision=fp8"
 PROMPTS = (
     ("prefill-sparse-h200", "full"),
     ("prefill-chunks-h200", "full" + ":prefill_chunk_tokens=4096"),
     ("prefill-sparse-h200", "full" + SPARSE),
     ("prefill-sparse-h200", "full" + SPARSE + ",block_sparse.samples=8"),
     ("prefill-chunks-h200", "full" + SPARSE + CHUNKS),
+    ("prefill-fp8-h200", "full" + FP8),
+    ("prefill-fp8-h200", "full" + FP8 + SPARSE.replace(":", ",") + CHUNKS),
+    ("prefill-fp8-h200", "full" + FP8 + SPARSE.replace(":", ",") + CHUNKS + ",block_sparse.query_block=256"),
 )
 PROMPT_TOKENS = (32 * K, 128 * K, 512 * K)
 
@@ -25,13 +29,16 @@ def prompts(results: Results) -> Rows:
             longest = tokens == PROMPT_TOKENS[-1]
             entries = results("prefill-sparse-512k-h200" if longest else name)["results"]
             found = [entry for entry in entries if (entry["method"], entry["tokens"]) == (method, tokens)]
-            cells.append(prompt_time(found[0], method) if found else "")
+            baseline = [entry for entry in entries if (entry["method"], entry["tokens"]) == ("full", tokens)]
+            cells.append(prompt_time(found[0], baseline[0]) if found else "")
         yield (f"`{method}`", *cells)
 
 
-def prompt_time(entry: dict[str, Any], method: str) -> str:
-    seconds = f"{entry['seconds']['median']:.2f} s"
-    return seconds if method == "full" else f"{seconds} ({entry['to_baseline']:.2f})"
+def prompt_time(entry: dict[str, Any], dense: dict[str, Any]) -> str:
+    """Say an entry's time, and its ratio to dense attention in 16 bits: by its turns where these were beside it."""
+    seconds, median = f"{entry['seconds']['median']:.2f} s", dense["seconds"]["median"]
+    ratio = entry["to_baseline"] if dense["to_baseline"] == 1 else entry["seconds"]["median"] / median
+    return seconds if entry is dense else f"{seconds} ({ratio:.2f})"
 
 
 def sparse_settings(results: Results) -> Rows:

@@ -125,14 +125,25 @@ def weights(results: Results) -> Rows:
 
 
 def other_shapes(results: Results) -> Rows:
-    """A step of one request of 131,072 tokens of other shapes than that of most tables."""
-    yield ("shape", "method", "rows", "a step, ms")
-    for name, offload in (("moe-h200", "always"), ("decode-72b-int4-h200", "never")):
+    """Steps of other shapes than that of most tables."""
+    yield ("shape", "requests × tokens", "method", "rows", "a step, ms")
+    decoded = ("moe-h200", "always"), ("decode-72b-int4-h200", "never"), ("decode-hybrid-27b-int4-h200", "always")
+    for name, offload in decoded:
         document = results(name)
-        for entry in one(document["phases"], offload=offload)["cells"][0]["results"]:
-            where = "host" if entry["host_layers"] else "GPU"
-            time = milliseconds(entry["step_seconds"]["median"]) if entry["to_baseline"] == 1 else with_ratio(entry)
-            yield (f"`{document['shape']}`", f"`{entry['method']}`", where, time)
+        for cell in one(document["phases"], offload=offload)["cells"]:
+            # Of steps with hot rows and without, the first.
+            for method in dict.fromkeys(entry["method"] for entry in cell["results"]):
+                entry = next(entry for entry in cell["results"] if entry["method"] == method)
+                where = "host" if entry["host_layers"] else "GPU"
+                alone = entry["to_baseline"] in (None, 1)
+                time = milliseconds(entry["step_seconds"]["median"]) if alone else with_ratio(entry)
+                yield (f"`{document['shape']}`", f"1 × {cell['context']:,}", f"`{method}`", where, time)
+    document = results("throughput-hybrid-35b-h200")
+    baseline = document["results"][0]["step_seconds"]["median"]
+    for entry in document["results"]:
+        seconds, requests = entry["step_seconds"]["median"], f"{entry['batch']} × {entry['context']:,}"
+        ratio = "" if seconds == baseline else f" ({seconds / baseline:.2f})"
+        yield (f"`{document['shape']}`", requests, f"`{entry['method']}`", "GPU", milliseconds(seconds) + ratio)
 
 
 def speculation(results: Results) -> Rows:

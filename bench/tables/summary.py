@@ -76,7 +76,7 @@ def _summary(results: Results) -> Iterator[Row]:
             f"reading a prompt of {tokens // K}K tokens",
             seconds,
             "",
-            f"sparse prompts: {prompt_time(sparse, 'sparse')}",
+            f"sparse prompts: {prompt_time(sparse, full)}",
         )
     asked = results("cached-prompts-h200")["results"]
     again = {

@@ -5,12 +5,14 @@ Queries, keys, values, probabilities and outputs are of e4m3, with three bits of
 
 A number of FP8 is as exact, relative to itself, at any scale, but keys of a head have channels in common that are much larger
 than what tells keys apart. So the mean of a prompt's first keys is subtracted from all of them, which changes no softmax
-(SageAttention, arXiv 2410.02367, section 4.2). Scales are powers of two, and leave room for larger keys and values than the first
-ones. Both follow from the prompt's first tokens, so that a row is rounded alike however the prompt is read.
+(SageAttention, arXiv 2410.02367, section 4.2). Each channel of keys and values has a scale, a power of two that leaves room for
+larger ones than the first; queries have the reciprocal of the keys'. Both follow from the prompt's first tokens, so that a row is
+rounded alike however the prompt is read. Numbers beyond the room are cut, which the log tells once.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -44,11 +46,16 @@ UIDS = {name: number for number, name in enumerate(NAMES, start=1)}
 REMEDY = "pip install 'kvseek[cuda]', or build without --prefill_precision"
 
 
+logger = logging.getLogger(__name__)
+
+
 class Fp8Past:
     """Keys and values of a layer of one prompt, rounded to FP8 as far as queries need them; a prompt of one window has none.
 
     Parameters
     ----------
+    cut : Tensor, int32 [1]
+        Becomes 1 if a number is too large for FP8.
     tokens : int
         Of the prompt.
 
@@ -57,7 +64,7 @@ class Fp8Past:
     keys, values : Tensor, float8_e4m3fn [G, tokens, D]
     centres : Tensor, the model's dtype [G, D]
         What is subtracted from keys.
-    query_scales, value_scales : Tensor, float32 [H]
+    query_scales, value_scales : Tensor, float32 [H, D]
         Queries are multiplied by those of their head, outputs by the others.
     """
 
@@ -67,8 +74,8 @@ class Fp8Past:
     query_scales: Tensor
     value_scales: Tensor
 
-    def __init__(self, kernels: CudaKernels, kv_heads: int, group: int, tokens: int, dim: int) -> None:
-        self._kernels, self._group, self._shape = kernels, group, (kv_heads, tokens, dim)
+    def __init__(self, kernels: CudaKernels, cut: Tensor, kv_heads: int, group: int, tokens: int, dim: int) -> None:
+        self._kernels, self._cut, self._group, self._shape = kernels, cut, group, (kv_heads, tokens, dim)
         self._scales: tuple[Tensor, Tensor] | None = None
         self._rounded = 0  # tokens that are
 
@@ -83,8 +90,8 @@ class Fp8Past:
         if stop <= self._rounded:
             return
         span, (of_keys, of_values) = slice(self._rounded, stop), self._scales
-        round_to_fp8(self._kernels, keys[:, span], self.keys[:, span], self.centres, of_keys)
-        round_to_fp8(self._kernels, values[:, span], self.values[:, span], None, of_values)
+        round_to_fp8(self._kernels, keys[:, span], self.keys[:, span], self._cut, self.centres, of_keys)
+        round_to_fp8(self._kernels, values[:, span], self.values[:, span], self._cut, None, of_values)
         self._rounded = stop
 
     def centred(self, keys: Tensor) -> Tensor:
@@ -95,13 +102,13 @@ class Fp8Past:
         """Round queries [H, q, D], filled up with what nobody reads: float8_e4m3fn [H, filled, D]."""
         heads, q, dim = queries.shape
         found = torch.empty(filled, heads, dim, dtype=FP8, device=queries.device).transpose(0, 1)
-        round_to_fp8(self._kernels, queries, found[:, :q], None, self.query_scales)
+        round_to_fp8(self._kernels, queries, found[:, :q], self._cut, None, self.query_scales)
         return found
 
     def rounded_samples(self, queries: Tensor) -> Tensor:
         """Round queries [G, r, D], each of any head that has this KV head: float8_e4m3fn [G, r, D]."""
         found = torch.empty_like(queries, dtype=FP8)
-        round_to_fp8(self._kernels, queries, found, None, self.query_scales[:: self._group].contiguous())
+        round_to_fp8(self._kernels, queries, found, self._cut, None, self.query_scales[:: self._group].contiguous())
         return found
 
     def rounded_blocks(self, queries: Tensor) -> Tensor:
@@ -114,14 +121,15 @@ class Fp8Past:
     def _scale(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.centres = keys.mean(dim=1, dtype=torch.float32).to(keys.dtype)
         of_keys, of_values = _power_of_two(self.centred(keys)), _power_of_two(values)
-        self.query_scales = of_keys.reciprocal().repeat_interleave(self._group)
-        self.value_scales = of_values.reciprocal().repeat_interleave(self._group)
+        self.query_scales, self.value_scales = (
+            scales.reciprocal().repeat_interleave(self._group, dim=0) for scales in (of_keys, of_values)
+        )
         return of_keys, of_values
 
 
 def _power_of_two(rows: Tensor) -> Tensor:
-    """Return for rows [G, n, D] the powers of two, float32 [G], by which their largest numbers become 16 to 32."""
-    _, exponent = torch.frexp(rows.abs().amax(dim=(1, 2)).float())
+    """Return for rows [G, n, D] the powers of two, float32 [G, D], by which a channel's largest number becomes 16 to 32."""
+    _, exponent = torch.frexp(rows.abs().amax(dim=1).float())
     # Of zeros, and of what is no number, any will do.
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), (LARGEST_EXPONENT - exponent).clamp(-100, 100))
 
@@ -146,6 +154,7 @@ class Fp8Attention:
         with torch.cuda.device(device):
             self._handle = cudnn.create_handle()
         self._graphs: dict[tuple[Any, ...], tuple[Any, Tensor]] = {}
+        self.cut, self._told = torch.zeros(1, dtype=torch.int32, device=device), False
         # What cuDNN multiplies with: 1, and the scale of probabilities and its reciprocal. It also wants to tell the largest
         # probability and output.
         self._one, self._scale, self._descale, self._unread = (
@@ -185,6 +194,15 @@ class Fp8Attention:
             self._cudnn.set_stream(handle=self._handle, stream=stream.cuda_stream)
             graph.execute({UIDS[name]: one.data_ptr() for name, one in given.items()}, work.data_ptr(), self._handle)
         return output, lse.squeeze(3)
+
+    def tell(self) -> None:
+        """Say once if numbers were cut; waits for the current stream."""
+        if not self._told and self.cut.item():
+            self._told = True
+            logger.warning(
+                "prefill_precision = 'fp8' has cut queries, keys or values of prompts that are too large for FP8: answers may be "
+                "wrong; build without it"
+            )
 
     def _build(self, tensors: tuple[Tensor, ...], scaling: float) -> tuple[Any, Tensor]:
         """Compile a graph for tensors of these shapes; returns it with its work space."""

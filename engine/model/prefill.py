@@ -334,6 +334,12 @@ class LayerwisePrefill(Prefill):
         self._scored = 0  # of these rows
         self._units = score_units(asked, logits_at_once(model.model))
 
+    def finish(self) -> Tensor:
+        logits, attention = super().finish(), self._model.attention
+        if isinstance(attention, BlockAttention) and attention.fp8 is not None:
+            attention.fp8.tell()
+        return logits
+
     @property
     def progress(self) -> float:
         """See Prefill.progress. A row's logits count like a layer."""

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import require
 from kvseek.core.model_config import ModelConfig
 from kvseek.core.streams import to_device
 from kvseek.engine.model.fp8_attention import Fp8Attention, Fp8Past
@@ -89,7 +90,7 @@ class PromptAttention:
     Raises
     ------
     ConfigError
-        With `fp8`, if cuDNN does not attend in FP8 with heads of this size, or its frontend is missing.
+        With `fp8`, if cuDNN does not attend with heads of this size, or its frontend is missing.
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class PromptAttention:
             logger.info("prompts are read by %s", self.name)
         else:
             logger.warning("prompts are read by %s: cuDNN's attention refuses them: %s", self.name, self.refusal)
+        limit, remedy = "'none' where cuDNN refuses 16 bits", "build without it"
+        require(not fp8 or self.refusal is None, "prefill_precision", "fp8", limit, remedy)
         self.fp8 = Fp8Attention(kernels.device) if fp8 else None
         if self.fp8 is not None:
             queries, keys = (
@@ -147,7 +150,8 @@ class PromptAttention:
         if self.fp8 is None:
             return None
         model = self._model
-        return Fp8Past(self._kernels, model.num_kv_heads, model.group_size, tokens, model.head_dim)
+        sizes = model.num_kv_heads, model.group_size, tokens, model.head_dim
+        return Fp8Past(self._kernels, self.fp8.cut, *sizes)
 
     def _attend_fp8(
         self, queries: Tensor, past: Fp8Past, calls: Sequence[Blocks], scaling: float
@@ -303,6 +307,8 @@ def expected_attention(config: EngineConfig) -> str:
 
 def described_attention(config: EngineConfig, reader: str) -> str:
     """Say what prompts attend to, and by whom it is read."""
+    if config.prefill_precision == "fp8":
+        reader += ", in FP8 but for the latest window"
     if config.prefill_attention == "dense":
         return reader
     return f"{config.prefill_attention}, {config.block_sparse.budget:,} tokens, read by {reader}"

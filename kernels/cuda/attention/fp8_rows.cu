@@ -8,7 +8,8 @@ namespace kvseek {
 struct Fp8RowsArguments {
     const void* rows;         // Number [heads, tokens, D], strided as below
     const void* centres;      // Number [heads, D], subtracted from a head's rows; or null
-    const void* scales;       // float [heads], by which the differences are multiplied; or null
+    const void* scales;       // float [heads, D], by which the differences are multiplied; or null
+    int* cut;                 // becomes 1 if a number is beyond e4m3's largest
     void* rounded;            // e4m3 [heads, tokens, D], strided as below
     long long head_stride;    // of rows, in numbers, a multiple of 8
     long long token_stride;   // likewise
@@ -23,6 +24,7 @@ namespace fp8_rows {
 
 constexpr int THREADS = 256;
 constexpr int HEAD_PIECES = KVSEEK_HEAD_DIM / 8;
+constexpr float LARGEST_ROUNDED = 464.0f;  // half-way from e4m3's largest number, 448, to where another one would be
 
 // Eight channels of one token and head a thread.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -35,10 +37,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Eight<Number> numbers, centre;
     numbers.load(static_cast<const Number*>(a.rows) + head * a.head_stride + token * a.token_stride + channel);
     if (a.centres) centre.load(static_cast<const Number*>(a.centres) + head * KVSEEK_HEAD_DIM + channel);
-    const float scale = a.scales ? static_cast<const float*>(a.scales)[head] : 1.0f;
-    float found[8];
+    const float* scales = static_cast<const float*>(a.scales) + head * KVSEEK_HEAD_DIM + channel;
+    float found[8], largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) found[i] = (numbers[i] - (a.centres ? centre[i] : 0.0f)) * scale;
+    for (int i = 0; i < 8; ++i) {
+        found[i] = (numbers[i] - (a.centres ? centre[i] : 0.0f)) * (a.scales ? scales[i] : 1.0f);
+        largest = fmaxf(largest, fabsf(found[i]));
+    }
+    if (largest > LARGEST_ROUNDED) *a.cut = 1;
     unsigned short pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = to_e4m3(found[2 * i], found[2 * i + 1]);

@@ -17,7 +17,12 @@ Fp8RowsArguments = c_struct("kernels/cuda/attention/fp8_rows.cu", "Fp8RowsArgume
 
 
 def round_to_fp8(
-    kernels: CudaKernels, rows: Tensor, rounded: Tensor, centres: Tensor | None = None, scales: Tensor | None = None
+    kernels: CudaKernels,
+    rows: Tensor,
+    rounded: Tensor,
+    cut: Tensor,
+    centres: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """Write (rows - centres) * scales to `rounded`, to nearest with ties to even, and at most 448. On the current stream.
 
@@ -27,8 +32,10 @@ def round_to_fp8(
         The D numbers of a token and head are neighbours, at a multiple of 16 bytes.
     rounded : Tensor, float8_e4m3fn [heads, n, D]
         Likewise, at a multiple of 8 bytes.
+    cut : Tensor, int32 [1]
+        Becomes 1 if a number was too large, and is left alone otherwise.
     centres : Tensor of the rows' dtype [heads, D], contiguous; None: zeros
-    scales : Tensor, float32 [heads], contiguous; None: ones
+    scales : Tensor, float32 [heads, D], contiguous; None: ones
 
     NaN stays NaN. For compute capability 8.9 and later.
     """
@@ -39,6 +46,7 @@ def round_to_fp8(
         rows=rows.data_ptr(),
         centres=0 if centres is None else centres.data_ptr(),
         scales=0 if scales is None else scales.data_ptr(),
+        cut=cut.data_ptr(),
         rounded=rounded.data_ptr(),
         head_stride=rows.stride(0),
         token_stride=rows.stride(1),
@@ -57,5 +65,5 @@ def fp8_rows_reference(rows: Tensor, centres: Tensor | None = None, scales: Tens
     if centres is not None:
         found = found - centres[:, None].float()
     if scales is not None:
-        found = found * scales[:, None, None]
+        found = found * scales[:, None]
     return found.clamp(-LARGEST, LARGEST).to(FP8)

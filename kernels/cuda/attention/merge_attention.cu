@@ -10,7 +10,7 @@ namespace kvseek {
 
 struct MergeAttentionArguments {
     const void* outputs[32];          // Number or e4m3 [blocks, tokens, H, D], or with the heads before the tokens
-    const void* scales[32];           // float [H], which multiply a part's e4m3; null: a part of Number
+    const void* scales[32];           // float [H, D], which multiply a part's e4m3; null: a part of Number
     const void* lses[32];             // float [blocks, H, at least tokens], natural logarithms
     long long head_strides[32];       // of outputs, in numbers, multiples of 8
     long long token_strides[32];      // likewise
@@ -69,7 +69,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (scales) {
                 load_e4m3(static_cast<const unsigned char*>(a.outputs[part]) + at, numbers);
 #pragma unroll
-                for (int i = 0; i < 8; ++i) values[i] += weight * scales[head] * numbers[i];
+                for (int i = 0; i < 8; ++i)
+                    values[i] += weight * scales[head * KVSEEK_HEAD_DIM + channel + i] * numbers[i];
             } else {
                 Eight<Number> eight;
                 eight.load(static_cast<const Number*>(a.outputs[part]) + at);

@@ -27,7 +27,7 @@ class PartialAttention:
         In the engine's dtype, or float8_e4m3fn; the numbers of a token and head are neighbours.
     lse : Tensor, float32 [blocks, H, at least q]
         A head's numbers are neighbours. Natural logarithms of the sums of exponentials.
-    scales : Tensor, float32 [H], contiguous, or None
+    scales : Tensor, float32 [H, D], contiguous, or None
         By which outputs of float8_e4m3fn are multiplied.
     """
 

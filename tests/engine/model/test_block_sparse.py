@@ -30,6 +30,7 @@ from kvseek.engine.model.block_sparse import (
     repeated_blocks,
     sample,
 )
+from kvseek.engine.model.prompt_windows import Blocks, cut_blocks
 from kvseek.engine.model.reference import causal_attention
 
 HEADS, KV_HEADS, DIM, SAMPLES = 6, 2, 32, 16
@@ -146,11 +147,12 @@ def test_attention_to_one_hot_values_is_the_mass_of_blocks(past: int, dtype: tor
     samples, keys = sample(2 * queries, KV_HEADS, 512, SAMPLES), keys[:, :past]
     assert samples.shape == (KV_HEADS, 3, HEADS // KV_HEADS * SAMPLES, DIM)
 
-    def attend(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    def attend(queries: Tensor, keys: Tensor, blocks: Blocks, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         operator: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        shape = (*keys.shape[:2], -1, -1)
+        pieces = cut_blocks(keys, blocks)
+        shape = (*pieces.shape[:2], -1, -1)
         found: tuple[Tensor, Tensor] = operator(
-            queries.expand(shape), keys, values.expand(shape), 0.0, False, scale=scaling
+            queries.expand(shape), pieces, values.expand(shape), 0.0, False, scale=scaling
         )
         return found
 

@@ -8,10 +8,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.conftest import BuildEngine, RandomModel
+from tests.engine.test_equal_bits import LIMITS, SHAPE, WINDOW, ask, check_equal_bits, numbers
 from tests.gpu.conftest import MakeKernels
 from torch import Tensor
 
 from kvseek.core.config import BlockSparseConfig, CacheConfig, EngineConfig, ModelConfig
+from kvseek.engine.engine import Engine
 from kvseek.engine.model.block_sparse import (
     BlockSparseAttention,
     RepeatedTokens,
@@ -70,10 +73,22 @@ def test_rows_are_rounded_as_by_the_reference(dim: int, kernels: MakeKernels, de
     own, heads, tokens = kernels("bfloat16", dim, 4), 5, 301
     drawn = (torch.randn(tokens, heads, dim, device=device) * 200).bfloat16().transpose(0, 1)
     drawn[0, 0, :3] = torch.tensor([1e30, -1e30, torch.nan])
-    centres, scales = torch.randn(heads, dim, device=device).bfloat16(), torch.rand(heads, device=device)
+    centres, scales = torch.randn(heads, dim, device=device).bfloat16(), torch.rand(heads, dim, device=device)
     for given in ((None, None), (centres, None), (None, scales), (centres, scales)):
-        into = torch.zeros(heads, 512, dim, dtype=FP8, device=device)
-        round_to_fp8(own, drawn, into[:, :tokens], *given)
+        into, cut = (
+            torch.zeros(heads, 512, dim, dtype=FP8, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
+        round_to_fp8(
+            own,
+            drawn[1:].clamp(-400, 400),
+            into[1:, :tokens],
+            cut,
+            *(None if one is None else one[1:] for one in given),
+        )
+        assert not cut.item()
+        round_to_fp8(own, drawn, into[:, :tokens], cut, *given)
+        assert cut.item()
         expected = fp8_rows_reference(drawn, *given)
         assert torch.allclose(into[:, :tokens].float(), expected.float(), rtol=0, atol=0, equal_nan=True)
         assert not into[:, tokens:].float().any()
@@ -83,13 +98,13 @@ def test_rows_are_rounded_as_by_the_reference(dim: int, kernels: MakeKernels, de
 def test_parts_of_fp8_are_merged(dim: int, group: int, kernels: MakeKernels, device: torch.device) -> None:
     heads, tokens = KV_HEADS * group, 301
     outputs = torch.randn(3, tokens, heads, dim, device=device).to(FP8).transpose(1, 2)
-    lse, scales = torch.randn(3, heads, tokens, device=device) * 3, torch.rand(heads, device=device)
+    lse, scales = torch.randn(3, heads, tokens, device=device) * 3, torch.rand(heads, dim, device=device)
     plain = torch.randn(1, heads, tokens, dim, device=device).bfloat16()
     plain_lse = torch.randn(1, heads, tokens, device=device)
     parts = [PartialAttention(outputs, lse, scales), PartialAttention(plain, plain_lse)]
     found = merge(kernels("bfloat16", dim, group), parts, plain.new_empty(tokens, heads, dim))
     weights = torch.cat((lse, plain_lse)).softmax(dim=0)[..., None]
-    expected = (weights * torch.cat((outputs.float() * scales[:, None, None], plain.float()))).sum(dim=0)
+    expected = (weights * torch.cat((outputs.float() * scales[:, None], plain.float()))).sum(dim=0)
     assert error(found, expected.transpose(0, 1)) < 0.005
 
 
@@ -155,3 +170,24 @@ def test_sparse_prompts_choose_and_attend_in_fp8(
     sparse = BlockSparseAttention(one, attention, mass_of(one, attention))
     found = sparse(queries, keys, values, dim**-0.5, 0, repeated, attention.fp8_past(past + q))
     assert error(found, definition(queries, keys, values)) < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ["dense", "block_sparse"])
+def test_engines_read_prompts_in_fp8(attention: str, random_model: RandomModel, on_gpu: BuildEngine) -> None:
+    """Their logits are near to those of 16 bits, and the same however a dense prompt is read."""
+    model = random_model("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=64, **SHAPE)
+    sparse = (
+        "--prefill_attention",
+        "block_sparse",
+        "--block_sparse.budget",
+        "1024",
+        "--block_sparse.dense_layers",
+        "0",
+    )
+    flags = (*WINDOW, *LIMITS, "--dtype", "bfloat16", *(sparse if attention == "block_sparse" else ()))
+    rounded, wide = (on_gpu(model, "full", *flags, *more) for more in (("--prefill_precision", "fp8"), ()))
+    answers = (ask(Engine.load(one), numbers(3000, 3000), steps=1) for one in (rounded, wide))
+    logits = [torch.frombuffer(bytearray(first), dtype=torch.float32) for ((first,),) in answers]
+    assert 1e-4 < (logits[0] - logits[1]).norm() / logits[1].norm() < 0.1
+    if attention == "dense":
+        check_equal_bits(rounded)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvseek.core.config import EngineConfig, TensorRtConfig
-from kvseek.core.errors import KernelError
+from kvseek.core.errors import ConfigError, KernelError
 from kvseek.core.model_config import ModelConfig
 from kvseek.engine.model.cuda.attention import (
     CUDNN_AND_FLASH,
@@ -122,6 +122,8 @@ def test_without_cudnn_flash_attention_reads_prompts_by_name(caplog: pytest.LogC
     expected = causal_attention_device(queries, keys, keys, 0.2)
     assert torch.equal(attention(queries, keys, keys, 0.2), expected)
     assert PromptAttention(kernels, MODEL, torch.float32, 2048, 4096).name == MEMORY_EFFICIENT
+    with pytest.raises(ConfigError, match="prefill_precision = 'fp8': must be 'none' where cuDNN refuses 16 bits"):
+        PromptAttention(kernels, MODEL, torch.bfloat16, 2048, 4096, fp8=True)
 
 
 def test_prompts_of_a_pack_are_few_calls() -> None:
@@ -155,6 +157,7 @@ def test_what_an_engine_directory_says() -> None:
     assert expected_attention(CONFIG).startswith(f"{CUDNN_AND_FLASH}, or {FLASH} alone if cuDNN refuses")
     assert expected_attention(dataclasses.replace(CONFIG, dtype="float32")) == MEMORY_EFFICIENT
     assert expected_attention(dataclasses.replace(CONFIG, device="cpu")) == "kvseek's kernel"
+    assert "in FP8 but" in expected_attention(dataclasses.replace(CONFIG, prefill_precision="fp8"))
     whole = dataclasses.replace(CONFIG, runtime="tensorrt", tensorrt=TensorRtConfig("tensorrt", "engine"))
     assert expected_attention(whole) == FLASH
 
