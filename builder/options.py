@@ -110,10 +110,8 @@ class EngineOptions:
         if own is not None and own.stated and asked not in (None, NONE, precision):
             limit = f"{NONE}: {own.why}" if precision == NONE else f"{precision}, which the checkpoint has, or {NONE}"
             require(False, PRECISION, asked, limit, "the checkpoint is quantised, and would be rounded a second time")
-        fits, limit = (
-            asked not in OF_FILES or asked == precision,
-            "left out: not all layers have such numbers in the file",
-        )
+        fits = asked not in OF_FILES or asked == precision
+        limit = "left out: not all layers have such numbers in the file"
         require(fits, PRECISION, asked, limit, "choose int8 or int4")
         if own is not None and asked is None:
             if choices["device"] == "cuda":

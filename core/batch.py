@@ -16,19 +16,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvseek.core.config import EXTENT_TOKENS
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import extents_for
 
 REQUEST_FIELDS = 16
 # Batch sizes for which a GPU has captured steps; units.cuh counts up to the largest.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-METHOD_FIELDS = 6  # fields of a request that are the method's own
+METHOD_FIELDS = 4  # fields of a request that are the method's own
+MOST_TOGETHER = 4  # requests whose scans are one at most (kernels/cuda/codes/products.cuh)
+LEAST_COMMON = 2048  # first tokens that requests of different slots have in common at least to be scanned together
 LATEST = -1  # in place of a token: the one that the step before drew, which the host need not know yet
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestState:
-    """One request of a decode step; the fields of `Request` in kernels/request.h, in order, but for its `scratch`.
+    """One request of a decode step; the fields of `Request` in kernels/request.h, in order, but for the last three.
 
     Attributes
     ----------
@@ -49,7 +52,7 @@ class RequestState:
     dense : bool
         Whether the request attends to every row, so that nothing is selected for it.
     method_fields : tuple of int
-        Budget.method_fields of the method for this length, at most 6.
+        Budget.method_fields of the method for this length, at most 4.
     """
 
     token: int = 0
@@ -63,8 +66,8 @@ class RequestState:
     dense: bool = False
     method_fields: tuple[int, ...] = ()
 
-    def packed(self, scratch: int = 0) -> tuple[int, ...]:
-        """Return the 16 numbers that kernels read; `scratch` is the request's first scratch extent in its batch."""
+    def packed(self) -> tuple[int, ...]:
+        """Return the 16 numbers that kernels read; the last three depend on the batch (`arrange`)."""
         own = self.method_fields
         assert len(own) <= METHOD_FIELDS, f"a method has at most {METHOD_FIELDS} fields, not {len(own)}"
         return (  # field by field: dataclasses.astuple copies deeply, in every step for every request
@@ -78,8 +81,7 @@ class RequestState:
             self.length,
             int(self.dense),
             *own,
-            *(0,) * (METHOD_FIELDS - len(own)),
-            scratch,
+            *(0,) * (REQUEST_FIELDS - METHOD_COLUMN - len(own)),
         )
 
 
@@ -88,20 +90,44 @@ COLUMNS = {field.name: number for number, field in enumerate(fields(RequestState
 METHOD_COLUMN = COLUMNS["method_fields"]
 
 
-def pack(states: Sequence[RequestState]) -> Tensor:
-    """Pack requests as kernels read them: int32 [batch, 16] on the CPU.
-
-    Those for which rows are selected get scratch extents one after the other, as many as their regions have.
-    """
+def pack(states: Sequence[RequestState], table: Tensor | None = None) -> Tensor:
+    """Pack requests as kernels read them: int32 [batch, 16] on the CPU. `table` may be given, see `arrange`."""
     rows = np.array([state.packed() for state in states], dtype=np.int32).reshape(-1, REQUEST_FIELDS)
-    give_scratch(rows)
+    arrange(rows, None if table is None else table.cpu().numpy())
     return torch.from_numpy(rows)
 
 
-def give_scratch(rows: npt.NDArray[np.int32]) -> None:
-    """Set the first scratch extent of each of the requests, [batch, 16]; see `pack`."""
+def arrange(rows: npt.NDArray[np.int32], table: npt.NDArray[np.int32] | None = None) -> None:
+    """Set the numbers of requests [batch, 16] that follow from their batch: `companions`, `common` and `scratch`.
+
+    Those for which rows are selected get scratch extents one after the other, as many as their regions have. Neighbours of
+    one slot are companions, and so are those whose regions begin with the same extents, if `table`, int32 [slots, max_extents],
+    tells them.
+    """
     needed = np.where(rows[:, COLUMNS["dense"]], 0, extents_for(rows[:, COLUMNS["length"]]))
-    rows[:, -1] = needed.cumsum() - needed
+    rows[:, -3:-1], rows[:, -1] = 0, needed.cumsum() - needed
+    slots, lengths = rows[:, COLUMNS["slot"]].tolist(), rows[:, COLUMNS["length"]].tolist()
+    first, common = 0, 0
+    for number in range(1, len(rows)):
+        found = 0
+        if needed[first] and needed[number] and number - first < MOST_TOGETHER:
+            found = lengths[number]
+            if slots[number] != slots[first]:
+                alike = 0 if table is None else common_extents(table[slots[first]], table[slots[number]])
+                found = min(alike, lengths[first] // EXTENT_TOKENS, lengths[number] // EXTENT_TOKENS) * EXTENT_TOKENS
+                found *= found >= LEAST_COMMON
+            found = min(found, common or found)
+        if 2 * found <= common:  # or there is none
+            first, common = number, 0
+            continue
+        common = found
+        rows[number, -3], rows[first : number + 1, -2] = number - first, common
+
+
+def common_extents(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """Count the first extents that two slots have in common, from their rows of a table."""
+    differ = np.flatnonzero(one != other)
+    return int(differ[0]) if len(differ) else len(one)
 
 
 @dataclass(frozen=True)
@@ -129,7 +155,8 @@ class Batch:
     @classmethod
     def of(cls, states: Sequence[RequestState], table: Tensor) -> Self:
         """Make the batch of these requests, on the device of `table`."""
-        return cls(pack(states).to(table.device), table)
+        known = None if table.is_meta else table
+        return cls(pack(states, known).to(table.device), table)
 
     @property
     def size(self) -> int:

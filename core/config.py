@@ -25,9 +25,8 @@ GROUPED = ("int4", "int8_groups", "int8_asymmetric")
 FP8_GROUPS = "fp8_groups"  # another one, of float8_e4m3fn
 WEIGHT_GROUP = 32  # inputs of a group of GGUF's blocks (core/weight_only.py), and of INT4's by default
 WEIGHT_GROUPS = (32, 64, 128)  # values of EngineConfig.weight_group
-ASYMMETRIC_GROUP = (
-    16  # inputs of a group of int8_asymmetric: the fewest that share a scale in blocks of GGUF, and in NVFP4
-)
+# Inputs of a group of int8_asymmetric: the fewest that share a scale in blocks of GGUF, and in NVFP4
+ASYMMETRIC_GROUP = 16
 FP8_GROUP = 128  # inputs of a group of FP8_GROUPS: those of the blocks of published checkpoints
 MOST_DRAFTED = 7  # tokens of a draft: eight rows of a request are a small batch
 STATE_BLOCK = 64  # tokens whose changes of a Gated DeltaNet layer's state are computed together
@@ -135,10 +134,8 @@ class CacheConfig:
         idle = self.cached_prefill == "sparse" and self.reuse is False
         require(not idle, name, "sparse", "dense with cache.reuse = False", "no beginning of a prompt is reused then")
 
-        fits, limit = (
-            self.reuse_state_tokens % STATE_BLOCK == 0 < self.reuse_state_tokens,
-            f"a multiple of {STATE_BLOCK}",
-        )
+        fits = self.reuse_state_tokens % STATE_BLOCK == 0 < self.reuse_state_tokens
+        limit = f"a multiple of {STATE_BLOCK}"
         require(fits, "cache.reuse_state_tokens", self.reuse_state_tokens, limit, "8192 is the default")
         require(self.reuse_state_bytes >= 0, "cache.reuse_state_bytes", self.reuse_state_bytes, ">= 0", "0 keeps none")
 
@@ -326,10 +323,7 @@ class EngineConfig:
         require(self.runtime == "torch", "runtime", self.runtime, limit, "plans have no such: leave --runtime out")
         value, remedy = self.cache.cached_prefill, "what they keep follows a prompt's blocks: leave it out"
         require(value == "dense", "cache.cached_prefill", value, f"'dense' with {layers}", remedy)
-        fits, limit = (
-            self.tp_size == 1 or not self.cache.reuse,
-            f"false, or left out, with {layers} and tp_size > 1",
-        )
+        fits, limit = self.tp_size == 1 or not self.cache.reuse, f"false, or left out, with {layers} and tp_size > 1"
         require(fits, "cache.reuse", self.cache.reuse, limit, "ranks keep no states for later requests: leave it out")
 
     def _check_groups(self) -> None:
@@ -356,10 +350,8 @@ class EngineConfig:
         """Refuse FP8 prompts where nothing computes with them."""
         for name, wanted in (("dtype", "bfloat16"), ("device", "cuda"), ("runtime", "torch")):
             value = getattr(self, name)
-            limit, remedy = (
-                f"{wanted!r} with prefill_precision = 'fp8'",
-                f"build with --{name} {wanted}, or leave that out",
-            )
+            limit = f"{wanted!r} with prefill_precision = 'fp8'"
+            remedy = f"build with --{name} {wanted}, or leave that out"
             require(value == wanted or self.prefill_precision == "none", name, value, limit, remedy)
 
     def _check_prefill_attention(self) -> None:

@@ -59,6 +59,8 @@ class ExtentTable:
         Number of the extent that holds places e * EXTENT_TOKENS and on of a slot, in column e; -1 where there is none.
     device_table : Tensor, int32 [slots, max_extents], on `device`
         A copy of `table` for kernels; `reserve` and `release` keep it equal.
+    changes : int
+        Times that a slot's extents have changed.
     """
 
     slots: int
@@ -67,6 +69,7 @@ class ExtentTable:
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     table: Tensor = field(init=False)
     device_table: Tensor = field(init=False)
+    changes: int = field(init=False, default=0)
     _free: list[int] = field(init=False)
     _owned: list[list[int]] = field(init=False)
     _users: list[int] = field(init=False)  # of each extent: the slots that have it, and who else holds it
@@ -186,6 +189,7 @@ class ExtentTable:
         self._upload(slot, row)  # before the host's own tables change, because it may fail
         self.table[slot] = row
         self._owned[slot] = owned
+        self.changes += 1
         self.hold(shared)
         del self._free[len(self._free) - needed :]
         for extent in new:
@@ -196,6 +200,7 @@ class ExtentTable:
         """End a slot's use of all its extents."""
         self.let_go(self._owned[slot][::-1])
         self._owned[slot].clear()
+        self.changes += 1
         self.table[slot].fill_(-1)
         self._upload(slot, self.table[slot])
 

@@ -111,10 +111,8 @@ class ExpertsConfig:
             require(size is None or 0 < size <= MOST_SIZE, f"experts.{name}", size, limit, CHECK_CONFIG)
         most, limit = self.num_experts, f"<= {MOST_EXPERTS}"
         require(most <= MOST_EXPERTS, "experts.num_experts", most, limit, "choose another model")
-        chosen, limit = (
-            self.num_experts_per_tok,
-            f"between 1 and min(num_experts, {MOST_CHOSEN}) = {min(most, MOST_CHOSEN)}",
-        )
+        chosen = self.num_experts_per_tok
+        limit = f"between 1 and min(num_experts, {MOST_CHOSEN}) = {min(most, MOST_CHOSEN)}"
         name = "experts.num_experts_per_tok"
         require(0 < chosen <= min(most, MOST_CHOSEN), name, chosen, limit, CHECK_CONFIG)
 
@@ -204,6 +202,8 @@ class ModelConfig:
     """Whether the weights of norms are differences from 1; that of a Gated DeltaNet layer's outputs is not."""
     delta_net: DeltaNetConfig | None = None
     """None: every layer attends."""
+    mtp: bool = False
+    """Whether a hybrid has its multi-token-prediction head, which drafts (engine/model/mtp.py)."""
     activation: str = "silu"
     """One of ACTIVATIONS, of the gates of MLPs; gelu_tanh is GELU by its approximation with a tanh."""
     post_norms: bool = False
@@ -214,16 +214,12 @@ class ModelConfig:
     """Scores are divided by the square root of this; None: of head_dim."""
     local_rope_theta: float | None = None
     """RoPE's base in layers of window_layers, where rope_scaling does not count; None: rope_theta, with the scaling."""
-    mtp: bool = False
-    """Whether a hybrid has its multi-token-prediction head, which drafts (engine/model/mtp.py)."""
 
     def __post_init__(self) -> None:
         known, own = MODEL_ARCHITECTURES, self.architecture
         require(own in known, "architecture", own, f"one of {known}", "convert the model")
-        fits, limit = (
-            (self.experts is not None) == own.endswith("_moe") or own == "qwen3_next",  # which may have either
-            f"stated with architecture = {own!r} if that has any",
-        )
+        fits = (self.experts is not None) == own.endswith("_moe") or own == "qwen3_next"  # which may have either
+        limit = f"stated with architecture = {own!r} if that has any"
         require(fits, "experts", self.experts, limit, CHECK_CONFIG)
         self._check_states()
         sizes = (

@@ -21,7 +21,7 @@ from kvseek.core.batch import (
     REQUEST_FIELDS,
     Batch,
     Selection,
-    give_scratch,
+    arrange,
 )
 from kvseek.core.config import MOST_DRAFTED, EngineConfig
 from kvseek.core.errors import KvseekError
@@ -38,6 +38,7 @@ from kvseek.plugins.registry import method_traits
 OPS = ("begin", "norm", "qkv", "rope", "select", "attend", "o", "mlp_norm", "gate_up", "down", "head")
 
 Counts = float | npt.NDArray[np.int32] | npt.NDArray[np.float64]
+KEPT_REGIONS = 16  # combinations of slots whose regions are kept
 BUILDS_IN_FLIGHT = 2  # layers of a prompt that are indexed on side streams at a time; each keeps its layer's keys
 
 
@@ -71,18 +72,20 @@ class Observer:
 
 @dataclass(frozen=True)
 class _Regions:
-    """Retrieval regions of a step's requests, which the next step has too, as long as no token leaves their windows.
+    """Retrieval regions of requests, which a later step has too, as long as no token leaves their windows.
 
     Attributes
     ----------
+    changes : int
+        ExtentTable.changes when they were found.
     states : array, int32 [batch, 16]
-        Packed requests of the last step.
+        Packed requests of the last step with these.
     rows : array, float64 [batch]
         Rows that a step selects of each region, averaged over the layers.
     """
 
-    slots: list[int]
     lengths: list[int]
+    changes: int
     states: npt.NDArray[np.int32]
     rows: npt.NDArray[np.float64]
 
@@ -124,7 +127,9 @@ class Retrieval:
         self._shares_entries = method_traits(config).prefix_reuse == "entries"
         self._builds = InFlight(BUILDS_IN_FLIGHT)
         self._selecting: set[int] = set()  # slots that did not attend to everything in their last step
-        self._regions: _Regions | None = None  # of the last step
+        # By the slots of a step's requests, as steps that verify drafts differ in how often a slot occurs; the last step's.
+        self._regions = dict[tuple[int, ...], _Regions]()
+        self._latest: _Regions | None = None
         self.refresh_seconds = 0.0
         self._budget = lru_cache(maxsize=1024)(self._budget_of)  # a slot's length changes only at evictions
 
@@ -234,25 +239,28 @@ class Retrieval:
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
         self.refresh_seconds = 0.0
-        if self.cache.states is not None and len(set(slots)) < len(slots) - MOST_DRAFTED:
+        if self.cache.states is not None and self.cache.states.layers and len(set(slots)) < len(slots) - MOST_DRAFTED:
             most = max(Counter(slots).values())
             if most > 1 + MOST_DRAFTED:
                 raise KvseekError(
-                    f"slots = {list(slots)}: one occurs {most} times: must be at most {1 + MOST_DRAFTED} with "
-                    f"{self.config.model.without_rows}, which keep the inputs of so many tokens"
+                    f"slots = {list(slots)}: one occurs {most} times: must be at most {1 + MOST_DRAFTED} with Gated DeltaNet "
+                    "layers, which keep the inputs of so many tokens"
                 )
         self.cache.begin_step(slots, self.indexes)
-        lengths, regions = [self.cache.lengths[slot] for slot in slots], self._regions
-        changed = regions is None or regions.lengths != lengths or regions.slots != slots
-        if regions is None or changed:
-            regions = self._regions = self._find_regions(slots, lengths)
+        lengths, regions = [self.cache.lengths[slot] for slot in slots], self._regions.get(tuple(slots))
+        found = regions is None or regions.lengths != lengths or regions.changes != self.cache.extents.changes
+        if regions is None or found:
+            regions = self._find_regions(slots, lengths)
         states, rows = regions.states, regions.rows
         states[:, 0] = tokens
         self.cache.place(slots, states)
         dense, near = self._are_dense(states[:, 2] + 1, states[:, 7], rows), states[:, 4] + states[:, 6]
-        if changed or (dense != states[:, 8]).any():
+        changed = found or (dense != states[:, 8]).any()
+        if changed:
             states[:, 8] = dense
-            give_scratch(states)
+            arrange(states, self.cache.extents.table.numpy())
+        if changed or regions is not self._latest:
+            self._latest = regions
             self._selecting.difference_update(slots)
             self._selecting.update(slot for slot, is_dense in zip(slots, dense.tolist(), strict=True) if not is_dense)
         return torch.from_numpy(states.copy()), (near + np.where(dense, states[:, 7], rows)).tolist()
@@ -278,7 +286,11 @@ class Retrieval:
         states = np.zeros((len(slots), REQUEST_FIELDS), dtype=np.int32)
         self.cache.describe(slots, states)
         states[:, METHOD_COLUMN : METHOD_COLUMN + METHOD_FIELDS] = [fields for _, fields in budgets]
-        return _Regions(list(slots), lengths, states, np.array([rows for rows, _ in budgets]))
+        if len(self._regions) == KEPT_REGIONS:
+            self._regions.clear()
+        rows = np.array([rows for rows, _ in budgets])
+        found = self._regions[tuple(slots)] = _Regions(lengths, self.cache.extents.changes, states, rows)
+        return found
 
     def attend(self, layer: int, queries: Tensor, batch: Batch) -> Tensor:
         """Select rows and attend to them: queries [batch, H, D] to outputs [batch, H, D]."""

@@ -49,7 +49,7 @@ PATIENCE = 32  # steps without a draft after which such a head is believed again
 MEMORY = 8  # tokens over which a chance is averaged
 SAMPLES = 5  # times of steps of a number of rows; the shortest counts, as disturbances only lengthen
 MOST_AGE = 32  # steps after which the oldest time of each number of rows is forgotten
-UNTRIED_ROW = 0.25  # of the time of a step of one row takes each further row, where none has been tried
+UNTRIED_ROW = 0.125  # of the time of a step of one row takes each further row, where none has been tried
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ struct Request {
     int ring_rows;         // valid ring rows from there; they wrap. Counts the row of `token`
     int length;            // tokens in the retrieval region
     int dense;             // attend to the whole retrieval region: no selection was made
-    int method_fields[6];  // the method's own (Budget.method_fields)
+    int method_fields[4];  // the method's own (Budget.method_fields)
+    int companions;        // requests of the batch right before this one that a scan may take together with it, 0 to 3
+    int common;            // first tokens of the region that are in the same extents for all of these: a multiple of
+                           // 1,024, or the whole region; 0: alone
     int scratch;           // the request's first extent in arrays of a selection's intermediate results
                            // (IndexContext.scratch_extents)
 };

@@ -39,7 +39,7 @@ class Budget:
     rows : float
         Rows that a KV head attends to, averaged over the KV heads; all rows of the region if the layer attends densely.
     method_fields : tuple of int
-        At most 6 numbers that the engine puts into the batch for the method's kernels (RequestState.method_fields), the same in
+        At most 4 numbers that the engine puts into the batch for the method's kernels (RequestState.method_fields), the same in
         all layers.
     """
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kvseek.core.errors import ErrorCode, KvseekError
 
-INTERNAL = (
-    "the server failed to answer; its log says why"  # for clients, in the place of an exception nobody has foreseen
-)
+# For clients, in the place of an exception nobody has foreseen
+INTERNAL = "the server failed to answer; its log says why"
 HTTP_STATUS = {
     ErrorCode.INVALID: 400,
     ErrorCode.QUEUE_FULL: 429,

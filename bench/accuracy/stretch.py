@@ -408,10 +408,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line to settings."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parts: Any = parser.add_subparsers(dest="part", required=True)
-    packing, training = (
-        parts.add_parser("pack", help=str(pack.__doc__)),
-        parts.add_parser("train", help=str(train.__doc__)),
-    )
+    packing = parts.add_parser("pack", help=str(pack.__doc__))
+    training = parts.add_parser("train", help=str(train.__doc__))
     for add in (packing.add_argument, training.add_argument):
         add("--model", type=Path, required=True, help="Hugging Face directory or GGUF file of a Llama")
         add(

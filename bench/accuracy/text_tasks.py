@@ -337,10 +337,8 @@ def qa_multihop(source: Source) -> Asked:
     place = source.choices.randrange(len(persons))
     one, friend = persons[place], persons[(place + 1) % len(persons)]
     source.choices.shuffle(passages)
-    where, answer = (
-        f"In which town does the best friend of {one.name} work?",
-        f"The best friend of {one.name} works in",
-    )
+    where = f"In which town does the best friend of {one.name} work?"
+    answer = f"The best friend of {one.name} works in"
     return Asked(where, answer, f" {friend.works}.", partial(found, [friend.works]), items=passages)
 
 

@@ -172,10 +172,8 @@ def _cpu_steps(document: Document, file: str) -> Iterator[Figure]:
     for part_number, part in enumerate(document["contexts"]):
         for number, entry in enumerate(part["results"]):
             if not entry["reference"]:
-                place, group = (
-                    f"contexts.{part_number}.results.{number}",
-                    f"{document['model']}, {part['context']:,} tokens",
-                )
+                place = f"contexts.{part_number}.results.{number}"
+                group = f"{document['model']}, {part['context']:,} tokens"
                 fields = entry.get("settings")
                 own = {"method": entry["name"], "settings": _settings(fields), "context": part["context"], "file": file}
                 yield _speed(document, entry, part["results"][0]["samples"], group, place, own)

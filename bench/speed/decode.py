@@ -327,10 +327,8 @@ def print_report(document: dict[str, Any], details: bool = False) -> None:
     kind = document["dtype"] + ("" if precision == NONE else f" with {precision} weights")
     kind += " and head" * document["quantize_lm_head"]
     for part in document["contexts"]:
-        title, results = (
-            f"{document['model']} {kind}, {part['context']:,} tokens of {document['text']}",
-            part["results"],
-        )
+        title = f"{document['model']} {kind}, {part['context']:,} tokens of {document['text']}"
+        results = part["results"]
         print_whole(figures_table(title, "contestant", FIGURES, results, "name"))
         if details:
             table = figures_table("further figures", "contestant", DETAILS, results, "name")

@@ -122,10 +122,8 @@ def loaded(arguments: argparse.Namespace) -> Iterator[Engine]:
         directory = arguments.engine_dir
         if directory is None:
             directory, longest = Path(name) / "engine", max(arguments.contexts)
-            model, slots = (
-                get_shape(arguments.shape, longest + arguments.tokens),
-                max(arguments.slots, *arguments.batches),
-            )
+            model = get_shape(arguments.shape, longest + arguments.tokens)
+            slots = max(arguments.slots, *arguments.batches)
             config = served_config(arguments, arguments.methods[0], model, slots, longest, longest + arguments.tokens)
             # A prompt is read once for all kinds.
             config = dataclasses.replace(config, cache=dataclasses.replace(config.cache, reuse=None))

@@ -78,11 +78,8 @@ class States:
     def __init__(self, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate them; raises CapacityError if the device's memory does not suffice."""
         model, slots = config.model, slot_count(config)
-        own = model.delta_net
         try:
-            kernel = 0 if own is None else own.conv_kernel
-            sizes = slots, kernel + MOST_DRAFTED, dtype, device
-            self.layers = [] if own is None else [DeltaStates.zeros(own, *sizes) for _ in own.layers]
+            self.layers = _delta_states(config, slots, dtype, device)
             shape = (slots, model.num_kv_heads, ring_rows(model), 2, model.head_dim)
             rings = torch.zeros(len(model.window_layers), *shape, dtype=dtype, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
@@ -94,9 +91,10 @@ class States:
         self.pending: dict[int, dict[int, Snapshot]] = {}
         self._every = config.cache.reuse_state_tokens
         self._prompts: dict[int, int] = {}  # tokens of each slot's prompt
+        self._behind: dict[int, int] = {}
+        self._kernel = 0 if model.delta_net is None else model.delta_net.conv_kernel
         self._written: tuple[dict[int, tuple[int, int]], list[Tensor]] | None = None  # see `write_rings`
-        self._kernel, self._behind = kernel, dict[int, int]()
-        one = sum(layer.conv[0, : kernel - 1].nbytes + layer.recurrent[0].nbytes for layer in self.layers)
+        one = sum(layer.conv[0, : self._kernel - 1].nbytes + layer.recurrent[0].nbytes for layer in self.layers)
         one += rings[:, 0, :, : self.window].nbytes
         self.most_snapshots = 0 if config.cache.reuse is False else config.cache.reuse_state_bytes // one
 
@@ -110,6 +108,17 @@ class States:
         places = {*range(self._every, tokens + 1, self._every), tokens // STATE_BLOCK * STATE_BLOCK}
         wanted = sorted(place for place in places if place > first)
         self.pending[slot] = {place: Snapshot(place) for place in wanted[max(0, len(wanted) - self.most_snapshots) :]}
+
+    def begin_step(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Take note of the slots of a step that have a draft; `tokens` of each slot count it.
+
+        The recurrent states of a slot take in those of its draft that are accepted in its next step (DeltaStates).
+        """
+        for slot in slots:
+            self._behind.pop(slot, None)
+        if len(set(slots)) < len(slots):
+            counts = Counter(slots)
+            self._behind.update((slot, tokens[slot] - count + 1) for slot, count in counts.items() if count > 1)
 
     def read_ring(self, layer: int, snapshot: Snapshot, keys: Tensor, values: Tensor) -> None:
         """Write a window's rows after the tokens of a snapshot to a prompt's `keys` and `values` [G, n, D].
@@ -151,17 +160,6 @@ class States:
             begin = max(0, snapshot.tokens - self.window)
             snapshot.write(torch.stack([part[:, begin : snapshot.tokens] for part in (keys, values)], dim=2))
 
-    def begin_step(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Take note of the slots of a step that have a draft; `tokens` of each slot count it.
-
-        The recurrent states of a slot take in those of its draft that are accepted in its next step (DeltaStates).
-        """
-        for slot in slots:
-            self._behind.pop(slot, None)
-        if len(set(slots)) < len(slots):
-            counts = Counter(slots)
-            self._behind.update((slot, tokens[slot] - count + 1) for slot, count in counts.items() if count > 1)
-
     def take(self, slot: int, tokens: int, most: int) -> None:
         """Make a pending snapshot of a slot after `tokens` of its `most` tokens, if steps have brought some of them.
 
@@ -192,3 +190,11 @@ class States:
         self.pending.pop(slot, None)
         self._prompts.pop(slot, None)
         self._behind.pop(slot, None)
+
+
+def _delta_states(config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device) -> list[DeltaStates]:
+    model = config.model.delta_net
+    if model is None:
+        return []
+    ring = model.conv_kernel + MOST_DRAFTED
+    return [DeltaStates.zeros(model, slots, ring, dtype, device) for _ in model.layers]

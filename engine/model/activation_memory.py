@@ -27,6 +27,7 @@ from kvseek.engine.model.prompt_windows import (
 )
 from kvseek.kernels.reference.delta_net import GROUPS
 from kvseek.plugins.contract import LAST_QUERIES
+from kvseek.plugins.registry import method_traits
 
 # For memory that cannot be counted: cuBLAS work spaces (32 MiB a stream on Hopper), graphs, blocks that the allocator splits;
 # on the CPU the process itself with PyTorch, and a weight on its way to oneDNN's layout.
@@ -160,7 +161,12 @@ def decode_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     # Keys and values of the evicted rows, and a copy of the keys.
     eviction = 3 * len(model.row_layers) * model.num_kv_heads * config.cache.update * model.head_dim
     logits = sum(sizes) * model.vocab_size
-    if config.cache.cached_prefill == "sparse":  # the steps that read prompts have logits of their own
+    cold = (
+        config.device == "cuda" and method_traits(config).verifies_drafts
+    )  # with hot rows; the other memory is shared
+    if (
+        config.cache.cached_prefill == "sparse" or cold
+    ):  # steps that read prompts or verify drafts have logits of their own
         logits *= 2
     # Scores of a draw, and for requests with penalties how often each token has occurred.
     draws = sizes[-1] * model.vocab_size * 2 * SCORE_BYTES if config.device == "cuda" else 0

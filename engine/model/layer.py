@@ -319,12 +319,6 @@ class Layer:
         return self.finish(ops, x, mixed, mark)
 
 
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """Compute gelu(gate) * up [rows, intermediate] from gate_up [rows, 2 * intermediate], GELU by a tanh."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
 @torch.inference_mode()
 def catch_up(
     ops: LayerOperations,
@@ -338,6 +332,12 @@ def catch_up(
     batch = Batch.of([RequestState(slot=slot, position=tokens, length=0)], table)
     for own, state in zip(parameters, states, strict=True):
         ops.catch_up(batch, own, state)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """Compute gelu(gate) * up [rows, intermediate] from gate_up [rows, 2 * intermediate], GELU by a tanh."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 def _delta_parameters(
@@ -422,14 +422,14 @@ class WeightsModel(LayerwiseModel[Stream]):
         self.layers = [Layer(weights, number, products, self.model) for number in range(self.model.num_layers)]
         self.head = Head.of(self.model, weights, products)
         self.reader: BlockReader | None = None
-        device = retrieval.cache.window.device
-        self.local = LocalRotation(self.model, device) if self.model.local_rope_theta is not None else None
-        # transformers rounds the factor to the dtype of what it multiplies.
-        self._embedding_scale = float(torch.tensor(self.model.embedding_scale, dtype=retrieval.cache.window.dtype))
         if retrieval.cache.states is not None:
             own = [layer.delta_net for layer in self.layers if layer.delta_net is not None]
             states, table = retrieval.cache.states, retrieval.cache.extents.device_table
             states.catch_up = partial(catch_up, ops, own, states.layers, table)
+        device = retrieval.cache.window.device
+        self.local = LocalRotation(self.model, device) if self.model.local_rope_theta is not None else None
+        # transformers rounds the factor to the dtype of what it multiplies.
+        self._embedding_scale = float(torch.tensor(self.model.embedding_scale, dtype=retrieval.cache.window.dtype))
 
     @abstractmethod
     def rotate(self, start: int, stop: int, length: int) -> Rotation:

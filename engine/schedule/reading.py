@@ -49,9 +49,8 @@ FITTED = 8  # numbers of tokens of the last units of short prompts, to which the
 GROWTH = 2  # largest pack, over the largest of those
 LARGEST_SAMPLE = 4.0  # times the expected time; a hiccup, or an index that is built, says little about the next unit
 LARGEST_CHARGE = 100.0  # undisturbed decode steps; reading need not make up for a long pause of the machine
-IDLE_SECONDS = (
-    0.25  # reading time of a step if no request decodes: between steps the engine looks for requests and cancellations
-)
+# Reading time of a step if no request decodes: between steps the engine looks for requests and cancellations
+IDLE_SECONDS = 0.25
 UNITS_AHEAD = 4  # that such steps launch before the first of them has ended: who comes next waits for these
 LOAD_PATIENCE = 0.01  # seconds that such a step waits for rows from disk, so that the engine's thread does not spin
 
@@ -297,9 +296,8 @@ class PromptReader:
         self._reads = 0  # steps that have read something
         self._last_read = dict.fromkeys(Kind, 0)  # the last of them that has read this kind
         self._alone: set[int] = set()  # requests whose pack failed; each of them is read alone
-        self._patience = (
-            LOAD_PATIENCE  # seconds that the host may wait for rows from disk: none beside decoding requests
-        )
+        # Seconds that the host may wait for rows from disk: none beside decoding requests
+        self._patience = LOAD_PATIENCE
 
     def read(self, unread: Sequence[RequestSequence], beside: bool, watched: bool = True) -> list[Reading]:
         """Read a part of the prompts of `unread`; `beside` says whether the step decodes too.

@@ -157,4 +157,13 @@ __device__ __forceinline__ void multiply_16x8x32(int (&c)[4], const unsigned (&a
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same that begins with c: its columns' numbers are c0 and c1 in every row.
+__device__ __forceinline__ void begin_16x8x32(int (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int c0,
+                                              int c1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %11, %10, %11};"
+        : "=r"(sum[0]), "=r"(sum[1]), "=r"(sum[2]), "=r"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1));
+}
+
 }  // namespace kvseek

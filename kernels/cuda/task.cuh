@@ -29,7 +29,8 @@ struct TaskOf {
         return static_cast<unsigned>(table[number]) * a.kv_heads + head;
     }
     __device__ __forceinline__ unsigned row(const Arguments& a, int place) const {
-        return extent(a, place / EXTENT_TOKENS) * EXTENT_TOKENS + place % EXTENT_TOKENS;
+        const unsigned number = place;  // none is negative, which saves instructions
+        return extent(a, number / EXTENT_TOKENS) * EXTENT_TOKENS + number % EXTENT_TOKENS;
     }
     // The same in arrays [scratch extents, kv_heads, 1024, ...] of intermediate results. Each request of the batch has
     // extents of its own there, as requests may share those of their slots.
@@ -37,7 +38,8 @@ struct TaskOf {
         return static_cast<unsigned>(request.scratch + number) * a.kv_heads + head;
     }
     __device__ __forceinline__ unsigned scratch_row(const Arguments& a, int place) const {
-        return scratch_extent(a, place / EXTENT_TOKENS) * EXTENT_TOKENS + place % EXTENT_TOKENS;
+        const unsigned number = place;
+        return scratch_extent(a, number / EXTENT_TOKENS) * EXTENT_TOKENS + number % EXTENT_TOKENS;
     }
 };
 

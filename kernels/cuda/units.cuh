@@ -24,6 +24,7 @@ struct Unit {
 // Units of all requests of a batch, in shared memory.
 struct Units {
     int ends[MOST_REQUESTS];  // units of each request and of those before it
+    float of_amount;          // units for each piece of work, by `divide`; 1 at most
 
     __device__ __forceinline__ int total() const { return ends[MOST_REQUESTS - 1]; }
     __device__ __forceinline__ int first_of(int request) const { return request ? ends[request - 1] : 0; }
@@ -54,25 +55,40 @@ struct Units {
     template <class Amount>
     __device__ __forceinline__ void divide(const Request* requests, int batch, int blocks, int most,
                                            const Amount& amount) {
+        divide_two(requests, batch, blocks, most, amount, [](const Request&) { return 0; });
+    }
+
+    // The same of two kinds of work, amount(request) and other(request): units of the first kind come first, and there
+    // must be as many blocks as requests have kinds of work.
+    template <class Amount, class Other>
+    __device__ __forceinline__ void divide_two(const Request* requests, int batch, int blocks, int most,
+                                               const Amount& amount, const Other& other) {
         if (threadIdx.x >= WARP) return;
         const int lane = threadIdx.x;
         const Request request = read(requests + min(lane, batch - 1));
-        const int low = lane < batch ? amount(request) : 0;
-        int high = 0;
+        const int low = lane < batch ? amount(request) : 0, low_other = lane < batch ? other(request) : 0;
+        int high = 0, high_other = 0;
         if (batch > WARP) {
             const Request later = read(requests + min(WARP + lane, batch - 1));
-            high = WARP + lane < batch ? amount(later) : 0;
+            if (WARP + lane < batch) high = amount(later), high_other = other(later);
         }
-        const int all = sum_of_warp(low + high), busy = sum_of_warp((low > 0) + (high > 0));
+        const int all = sum_of_warp(low + high + low_other + high_other);
+        const int busy = sum_of_warp((low > 0) + (high > 0) + (low_other > 0) + (high_other > 0));
         // With units of this size there are fewer than busy + all / size of them, as each request rounds up.
         const float inverse =
             __fdividef(0.9999f * static_cast<float>(blocks - busy + 1), static_cast<float>(max(all, 1)));
-        const float size_inverse = fminf(inverse, 1.0f);
-        const int parts = min(most, static_cast<int>(ceilf(low * size_inverse)));
-        const int later_parts = min(most, static_cast<int>(ceilf(high * size_inverse)));
+        const float each = fminf(inverse, 1.0f);
+        of_amount = each;
+        const int parts = units_of(low, most, each) + units_of(low_other, most, each);
+        const int later_parts = units_of(high, most, each) + units_of(high_other, most, each);
         const int sums = sum_up_to_here(parts | later_parts << 16, lane);  // at most 65,535 units
         ends[lane] = sums & 0xffff;
         ends[WARP + lane] = (__shfl_sync(EVERYONE, sums, WARP - 1) & 0xffff) + (sums >> 16);
+    }
+
+    // Units of an amount of one kind, with units for each piece of it as `divide` found.
+    __device__ __forceinline__ static int units_of(int amount, int most, float of_amount) {
+        return min(most, static_cast<int>(ceilf(static_cast<float>(amount) * of_amount)));
     }
 
     // The same of all threads, and the unit of a number.

@@ -28,9 +28,8 @@ from kvseek.server.scratch import SHARED_MEMORY_PREFIX
 from .checks import ITEM_BYTES, WIRE_TYPES, admit
 
 SERVICE = "inference.GRPCInferenceService"
-LEAVE_SECONDS = (
-    60.0  # most time for Triton to end the requests of a client that has left: much longer than a step of the engine
-)
+# Most time for Triton to end the requests of a client that has left: much longer than a step of the engine
+LEAVE_SECONDS = 60.0
 NO_SHARED_MEMORY = (
     "the server has no shared memory left to pass the request on; try again later, or give it more (docs/deploy.md)"
 )

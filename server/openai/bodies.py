@@ -47,9 +47,8 @@ class Prompt(NamedTuple):
     guide: Guide | None = None
 
 
-MAX_CHOICES = (
-    128  # of all prompts of a request together: each is a request of the engine, and takes a place in its queue
-)
+# Of all prompts of a request together: each is a request of the engine, and takes a place in its queue
+MAX_CHOICES = 128
 MAX_ALTERED = 2.0  # of presence and frequency penalty, as OpenAI
 MAX_STOP_IDS = 1024
 # Fields that never change an answer here: who asks, how OpenAI bills, stores and caches.

@@ -395,10 +395,8 @@ def test_an_intact_engine(shown: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_all_faults_are_listed(shown: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = read_manifest(shown)
-    shard, index = (
-        (shown / SHARD).read_bytes(),
-        (shown / INDEX).read_bytes(),
-    )
+    shard = (shown / SHARD).read_bytes()
+    index = (shown / INDEX).read_bytes()
     (shown / SHARD).write_bytes(shard[:-1] + bytes([shard[-1] ^ 1]))
     (shown / INDEX).write_bytes(index[:-1])
     (shown / CODEBOOKS_FILE).unlink()

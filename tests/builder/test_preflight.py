@@ -97,10 +97,8 @@ def test_the_disk_of_the_nearest_folder(tmp_path: Path) -> None:
 def test_more_is_announced_than_written(model: Path, tmp_path: Path, dtype: str) -> None:
     assert run_build(model, tmp_path / "engine", "--dtype", dtype) == 0
     written = sum(path.stat().st_size for path in (tmp_path / "engine").rglob("*") if path.is_file())
-    expected, weights = (
-        needed(model, dtype),
-        total_size(open_checkpoint(model).config, WeightFormat(getattr(torch, dtype))),
-    )
+    expected = needed(model, dtype)
+    weights = total_size(open_checkpoint(model).config, WeightFormat(getattr(torch, dtype)))
     assert weights < written <= expected.disk <= weights + (9 << 20)
 
 

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from kvseek.core.batch import REQUEST_FIELDS, Batch, RequestState, pack
+from kvseek.core.batch import LEAST_COMMON, REQUEST_FIELDS, Batch, RequestState, pack
+from kvseek.core.config import EXTENT_TOKENS
 
 STATE = RequestState(
     token=11,
@@ -33,7 +34,7 @@ def test_requests_are_packed_in_the_order_of_their_fields() -> None:
     fixed = [int(getattr(STATE, name)) for name in FIELDS]
     assert pack([STATE]).tolist() == [[*fixed, 21, 22, 0, 0, 0, 0, 0]]
     assert pack([]).shape == (0, REQUEST_FIELDS)
-    with pytest.raises(AssertionError, match="at most 6 fields, not 8"):
+    with pytest.raises(AssertionError, match="at most 4 fields, not 8"):
         dataclasses.replace(STATE, method_fields=(0,) * 8).packed()
 
 
@@ -62,3 +63,35 @@ def test_a_part_has_some_of_the_requests() -> None:
     assert torch.equal(part.requests, batch.requests[[2, 0]])
     assert part.table is batch.table, "extents are found by slot"
     assert (batch.size, batch.slots, batch.lengths) == (4, [3, 1, 4, 5], [300, 100, 400, 500])
+
+
+def companions(slots: list[int], lengths: list[int], dense: set[int], table: list[list[int]]) -> list[tuple[int, int]]:
+    """Of each request the companions before it, and the tokens that all of them have in common."""
+    states = [RequestState(slot=slot, length=lengths[slot], dense=slot in dense) for slot in slots]
+    packed = pack(states, torch.tensor(table, dtype=torch.int32)).tolist()
+    return [(row[-3], row[-2]) for row in packed]
+
+
+def test_neighbours_of_a_slot_are_companions() -> None:
+    table, lengths = [[0, 1], [2, 3], [4, 5]], [1500, 100, 2000]
+    own = [(number, 1500) for number in range(4)]
+    assert companions([0] * 6, lengths, set(), table) == [*own, *own[:2]]
+    assert companions([1, 2, 2, 0, 2], lengths, set(), table) == [(0, 0), (0, 2000), (1, 2000), (0, 0), (0, 0)]
+    assert companions([2, 2, 2], lengths, {2}, table) == [(0, 0)] * 3, "nothing is scanned"
+
+
+def test_slots_that_share_extents_are_companions_as_far_as_they_do() -> None:
+    least = LEAST_COMMON // EXTENT_TOKENS
+    shared = list(range(10, 10 + 4 * least))
+    table = [
+        [*shared, 1, 2],
+        [*shared, 3, -1],
+        [*shared[:least], *[4] * 3 * least, 5, 6],
+        [*shared[:1], *[7] * (4 * least + 1)],
+    ]
+    whole = 4 * LEAST_COMMON
+    lengths = [whole + 1100, whole + 100, whole, whole]
+    assert companions([0, 1, 1], lengths, set(), table) == [(0, whole), (1, whole), (2, whole)]
+    assert companions([0, 2], lengths, set(), table) == [(0, LEAST_COMMON), (1, LEAST_COMMON)]
+    assert companions([0, 1, 2], lengths, set(), table)[:2] == [(0, whole), (1, whole)], "few in common would cost many"
+    assert companions([0, 3], lengths, set(), table) == [(0, 0), (0, 0)], "too few"

@@ -59,10 +59,8 @@ def by_steps(engine: Engine, beginning: tuple[int, ...], rest: tuple[int, ...]) 
 @pytest.mark.parametrize("method", SHARING)
 def test_the_rest_of_a_prompt_is_read_as_by_decode_steps(method: str, kernels: str, load: Load) -> None:
     """Beginnings that end in an extent, at its border and short of one; rests of a token, of a block and of several evictions."""
-    engine, alone = (
-        load(method, "--kernels", kernels),
-        load(method, "--kernels", kernels, reuse=False, cached_prefill="dense"),
-    )
+    engine = load(method, "--kernels", kernels)
+    alone = load(method, "--kernels", kernels, reuse=False, cached_prefill="dense")
     cases = ((2300, 1), (1500, 201), (1024 + SINK, 30), (2300, BLOCK_TOKENS), (2048 + SINK + LOCAL, 9), (900, 60))
     for number, (length, more) in enumerate(cases if kernels == "native" else cases[::2]):  # references take long
         beginning = (number + 3, *DOCUMENT[: length - 1])

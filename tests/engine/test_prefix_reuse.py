@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,8 @@ def hybrid(
         architecture, shape = "qwen3", shape | WINDOWS | {"sliding_window": 100}
     elif request.param == "gemma3":
         architecture, shape = "gemma3", shape | {"layer_types": WINDOWS["layer_types"]}
-    own, everything = random_model(architecture, **shape, **HEADS), method_flags("nested", CASES["nested"].everything)
+    own = random_model(architecture, **shape, **HEADS)
+    everything = method_flags("nested", CASES["nested"].everything)
     directory = build_engine(own, "nested", *WINDOW, *LIMITS, *everything, "--dtype", "bfloat16")
     return lambda **cache: load_changed(directory, {"reuse_state_tokens": 512, **cache})
 
@@ -207,9 +209,17 @@ def snapshot_bytes(engine: Engine) -> list[int]:
     return [sum(part.nbytes for layer in one.layers for part in layer) for one in engine._prefixes._snapshots]
 
 
-def count_snapshots() -> int:
-    """How many there are in the process."""
-    return sum(isinstance(found, Snapshot) for found in gc.get_objects())
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Snapshot]:
+    """All snapshots that a test makes and that have not been freed."""
+    found, make = weakref.WeakSet[Snapshot](), Snapshot.__init__
+
+    def init(snapshot: Snapshot, tokens: int) -> None:
+        make(snapshot, tokens)
+        found.add(snapshot)
+
+    monkeypatch.setattr(Snapshot, "__init__", init)
+    return found
 
 
 def test_states_have_a_budget(hybrid: Callable[..., Engine]) -> None:
@@ -230,24 +240,26 @@ def test_states_have_a_budget(hybrid: Callable[..., Engine]) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 4])
-def test_states_of_running_requests_are_within_the_budget(most: int, hybrid: Callable[..., Engine]) -> None:
+def test_states_of_running_requests_are_within_the_budget(
+    most: int, hybrid: Callable[..., Engine], alive: weakref.WeakSet[Snapshot]
+) -> None:
     """Those of prompts that are being read, of requests that go on, and of some that are cancelled meanwhile."""
     ask(one := hybrid(), Request(DOCUMENT, 4))
     (size,) = set(snapshot_bytes(one))
     del one
     gc.collect()
-    others = count_snapshots()
+    others = set(alive)
     engine, plain = hybrid(reuse_state_bytes=most * size), known_answers(hybrid(reuse=False))
     prompts = [tuple((token + number) % 300 for token in DOCUMENT[: 1300 + 90 * number]) for number in range(6)]
     tokens = {engine.submit(Request(prompt, 30)): list[int]() for prompt in prompts}
-    ids, alive = list(tokens), list[int]()
+    ids, counts = list(tokens), list[int]()
     while engine.has_work:
         for output in engine.step():
             tokens[output.request_id] += [] if output.token_id is None else [output.token_id]
-        alive.append(count_snapshots() - others)
-        if len(alive) in (4, 9):
-            engine.cancel(ids[len(alive) // 4])
-    assert 0 < max(alive) <= most
+        counts.append(len(alive - others))
+        if len(counts) in (4, 9):
+            engine.cancel(ids[len(counts) // 4])
+    assert 0 < max(counts) <= most
     for prompt, answer in zip(prompts, tokens.values(), strict=True):
         assert answer == plain(Request(prompt, 30))[: len(answer)]
     assert not any(states.pending for states in [engine._cache.states] if states)
@@ -255,10 +267,8 @@ def test_states_of_running_requests_are_within_the_budget(most: int, hybrid: Cal
 
 
 def test_states_go_with_their_extents(hybrid: Callable[..., Engine]) -> None:
-    engine, chance = (
-        hybrid(kv_cache_host_memory_bytes=8 * EXTENT_BYTES // 2),
-        random.Random(5),
-    )  # of one layer with rows
+    room = 8 * EXTENT_BYTES // 2  # of one layer with rows
+    engine, chance = hybrid(kv_cache_host_memory_bytes=room), random.Random(5)
     plain = known_answers(hybrid(reuse=False))
     for number in range(24):
         begin = DOCUMENT[: chance.choice([700, 1100, 1500, 2000, 2300])]

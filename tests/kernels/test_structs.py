@@ -130,5 +130,5 @@ def test_the_compiler_lays_structs_of_the_cpu_out_alike(source: str, tmp_path: P
 
 def test_requests_are_packed_as_kernels_read_them() -> None:
     names = [name for name, *_ in c_struct("kernels/request.h", "Request")._fields_]
-    assert names == [*(field.name for field in dataclasses.fields(RequestState)), "scratch"]
+    assert names == [*(field.name for field in dataclasses.fields(RequestState)), "companions", "common", "scratch"]
     assert dict(c_struct("kernels/request.h", "Request")._fields_)["method_fields"]._length_ == METHOD_FIELDS  # type: ignore

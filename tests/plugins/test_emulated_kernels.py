@@ -181,3 +181,11 @@ def test_a_request_of_nested_selects_the_same_rows_in_any_batch() -> None:
     torch.manual_seed(3)
     index = batch_checks.make_index("nested", {}, [5000, 700, 2600, 300])
     batch_checks.check_batches(index, 1e-4, (2, 4), 3)
+
+
+def test_positions_of_a_slot_of_nested_select_what_each_selects_alone() -> None:
+    """Slots 3 and 4 attend to everything. Of 16 requests not all have a block of their own."""
+    torch.manual_seed(4)
+    index = batch_checks.make_index("nested", {}, [5000, 700, 2600, 300, 40, *[0] * 12], shares_extents=True)
+    batches = ([0] * 4, [1, 0, 0, 3, 2, 2, 2, 2, 2], [0] * 6 + [4] + [2] * 2, [0, 1] * 3, [0] * 16)
+    batch_checks.check_positions(index, batches)

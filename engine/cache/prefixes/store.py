@@ -42,9 +42,8 @@ CLOSE_SECONDS = 3.0  # that closing an engine waits for writes; `kvseek serve` g
 STALLED_SECONDS = 5.0  # without a loaded extent, after which a prompt is read instead
 WARN_SECONDS = 60.0  # between two warnings about a disk that cannot be written to
 WRITE_REST = 4.0  # rest beside running requests, in times of the work: a core is taken for a fifth of the time
-LOAD_REST = (
-    1.0  # rest of a load beside decoding requests: they may take twice as long, as beside reading (schedule/reading.py)
-)
+# Rest of a load beside decoding requests: they may take twice as long, as beside reading (schedule/reading.py)
+LOAD_REST = 1.0
 TOUCH_SECONDS = 10.0  # between two updates of the files' times of use
 
 # Reasons why nodes are not written: evicted from memory before their turn; disk_bytes do not suffice; an error of the disk;

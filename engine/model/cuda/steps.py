@@ -250,6 +250,8 @@ class GraphDecoder(Decoder):
         """See Decoder. Several rows of a slot would write to the same hot rows, so another graph of each size runs without."""
         if self.retrieval.hot_rows and self._reader is None:
             self._reader = cold_decoder(self.model, self.retrieval)
+            # Its graphs never run beside the others, so that they need no more memory than these, but for their results.
+            self._reader._capture_stream, self._reader._pool = self._capture_stream, self._pool
             self._reader.prepare()
 
     @torch.inference_mode()

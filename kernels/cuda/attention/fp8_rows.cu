@@ -1,4 +1,4 @@
-// Rounds rows of prompts to FP8 for attention; kernels/cuda/attention/fp8_rows.py launches it.
+// Rounds rows of prompts to FP8 for attention, on GPUs that have it; kernels/cuda/attention/fp8_rows.py launches it.
 #include "kernels/cuda/instructions.cuh"
 #include "kernels/cuda/numbers.cuh"
 #include "kernels/cuda/overlap.cuh"
@@ -19,7 +19,6 @@ struct Fp8RowsArguments {
     int tokens;
 };
 
-#if KVSEEK_DTYPE != 0 && __CUDA_ARCH__ >= 890
 namespace fp8_rows {
 
 constexpr int THREADS = 256;
@@ -45,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         largest = fmaxf(largest, fabsf(found[i]));
     }
     if (largest > LARGEST_ROUNDED) *a.cut = 1;
+#if __CUDA_ARCH__ >= 890
     unsigned short pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = to_e4m3(found[2 * i], found[2 * i + 1]);
@@ -52,8 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         static_cast<unsigned char*>(a.rounded) + head * a.head_stride8 + token * a.token_stride8 + channel;
     *reinterpret_cast<uint2*>(to) =
         make_uint2(pairs[0] | unsigned(pairs[1]) << 16, pairs[2] | unsigned(pairs[3]) << 16);
+#endif
 }
 
 }  // namespace fp8_rows
-#endif
 }  // namespace kvseek

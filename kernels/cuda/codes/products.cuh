@@ -25,12 +25,30 @@ struct Words {
     unsigned words[WORDS];
 
     __device__ __forceinline__ void load(const unsigned char* from) { copy(words, from); }
+    // The same of memory that other blocks may read soon.
+    __device__ __forceinline__ void load_again(const unsigned char* from) {
+        if constexpr (WORDS == 4) {
+            const uint4 four = __ldcs(reinterpret_cast<const uint4*>(from));
+            words[0] = four.x, words[1] = four.y, words[WORDS - 2] = four.z, words[WORDS - 1] = four.w;
+        } else if constexpr (WORDS == 2) {
+            const uint2 two = __ldcs(reinterpret_cast<const uint2*>(from));
+            words[0] = two.x, words[WORDS - 1] = two.y;
+        } else {
+            words[0] = __ldcs(reinterpret_cast<const unsigned*>(from));
+        }
+    }
 
     // Operand 0 .. 2 * WORDS - 1 of the even fields (0 and 2, codes) or of the odd ones (1 and 3, four times the
     // codes).
     __device__ __forceinline__ unsigned operand(int number, bool odd) const {
         const unsigned word = words[number % WORDS], shifted = number < WORDS ? word : word >> 4;
         return shifted & (odd ? 0x0c0c0c0cu : 0x03030303u);
+    }
+
+    // Word `number` of a field, its codes times four.
+    __device__ __forceinline__ unsigned times_four(int field, int number) const {
+        const unsigned word = words[number];
+        return (field == 0 ? word << 2 : word >> (2 * field - 2)) & 0x0c0c0c0cu;
     }
 
   private:
@@ -161,6 +179,93 @@ struct Columns {
                     const int sum = 4 * evens[tile][2 * half + i] + odds[tile][2 * half + i];
                     products[tile][half][i] = __int_as_float(sum) - FLOAT_OFFSET;
                 }
+    }
+};
+
+constexpr int MOST_TOGETHER = 4;  // requests whose keys are read once (core/batch.py)
+
+// The operands of this thread of the queries of up to MOST_TOGETHER requests. Thread t of a quad ends up with all lanes
+// of request t: two of each column tile. The products are those of Columns, to the bit. Here the codes of a word are
+// shifted to the same place once for all requests, and their sums need not be put together from two.
+template <int LANES>
+struct RequestColumns {
+    static constexpr int TILES = (LANES + 1) / 2;
+    static constexpr int CHUNKS = FIELDS * WORDS;  // words of a key's operand
+    unsigned integers[TILES][CHUNKS];
+    int start[TILES][2];
+
+    // The queries of the requests one after another; there are MOST_TOGETHER of them.
+    __device__ __forceinline__ explicit RequestColumns(const Queries<LANES>* queries) {
+        const int member = threadIdx.x % 4, column = threadIdx.x % WARP / 4;
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const int lane = 2 * tile + column % 2;
+#pragma unroll
+            for (int i = 0; i < CHUNKS; i++) {
+                const int channel = i / WORDS * FIELD + member * (4 * WORDS) + i % WORDS * 4;
+                integers[tile][i] = lane < LANES ? queries[column / 2].four(lane, channel) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                start[tile][i] = AS_FLOAT - (2 * tile + i < LANES ? 6 * queries[member].sums[2 * tile + i] : 0);
+        }
+    }
+
+    // 2 <2h - 3, q>: products[0 or 1 for the keys][lane].
+    __device__ __forceinline__ void multiply(const Words (&keys)[2], float (&products)[2][2 * TILES]) const {
+        int sums[TILES][4];
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; chunk += 2) {
+            unsigned codes[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int own = chunk + i / 2;
+                codes[i] = keys[i % 2].times_four(own / WORDS, own % WORDS);
+            }
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+                const unsigned b0 = integers[tile][chunk], b1 = integers[tile][chunk + 1];
+                if (chunk == 0)
+                    begin_16x8x32(sums[tile], codes, b0, b1, start[tile][0], start[tile][1]);
+                else
+                    multiply_16x8x32(sums[tile], codes, b0, b1);
+            }
+        }
+#pragma unroll
+        for (int key = 0; key < 2; key++)
+#pragma unroll
+            for (int lane = 0; lane < 2 * TILES; lane++)
+                products[key][lane] = __int_as_float(sums[lane / 2][2 * key + lane % 2]) - FLOAT_OFFSET;
+    }
+};
+
+// Words of the mean of a block, an eighth of its channels for each of eight threads of a warp: those with the same
+// threadIdx.x % 4, of which each multiplies with the queries of one request.
+struct MeanEighths {
+    static constexpr int EIGHTH = DIM / 32;  // words
+    int first[EIGHTH], second[EIGHTH];
+    float step;
+
+    __device__ __forceinline__ void load(const Means& means, unsigned row) {
+        const int* mean = reinterpret_cast<const int*>(means.of_row(row)) + threadIdx.x % WARP / 4 * EIGHTH;
+        step = means.step_of_row(row);
+#pragma unroll
+        for (int i = 0; i < EIGHTH; i++) first[i] = mean[i], second[i] = mean[DIM / 4 + i];
+    }
+
+    // <M, integers> of a lane, times the mean's step: what MeanWords::product gives.
+    template <int LANES>
+    __device__ __forceinline__ float product(const Queries<LANES>& queries, int lane) const {
+        int sum = 0, low = 0;
+#pragma unroll
+        for (int i = 0; i < EIGHTH; i++) {
+            const int query = queries.four(lane, 4 * (threadIdx.x % WARP / 4 * EIGHTH + i));
+            sum = __dp4a(first[i], query, sum), low = __dp4a(second[i], query, low);
+        }
+        sum = 256 * sum + low;
+#pragma unroll
+        for (int mask = 4; mask < WARP; mask *= 2) sum += __shfl_xor_sync(EVERYONE, sum, mask);
+        return static_cast<float>(sum) * step;
     }
 };
 

@@ -18,9 +18,8 @@ THREADS = 256
 MOST_BLOCKS = 64
 DIGITS = 16
 
-PART_TOKENS = (
-    2048  # of the vocabulary for a block, about: blocks that wait for each other cost more than some tokens more
-)
+# Of the vocabulary for a block, about: blocks that wait for each other cost more than some tokens more
+PART_TOKENS = 2048
 BLOCKS_OF_MULTIPROCESSOR = 2  # that run at once on every GPU: they take a third of its shared memory or less
 
 DrawArguments = c_struct("kernels/cuda/draw/draw.cu", "DrawArguments")

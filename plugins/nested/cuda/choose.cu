@@ -22,18 +22,13 @@ static_assert(BINS == largest::BINS, "the totals of the scan are searched as a h
 constexpr int AT_ONCE = 8;                 // scores that a thread reads at a time
 constexpr int UNIT_KEYS = AT_ONCE * WARP;  // keys that a warp judges at a time
 constexpr int GROUP_UNITS = 3;             // units whose scores a warp holds
+constexpr int ENTRIES = 128;               // of a warp's list of threads that have candidates
 constexpr int MOST_BLOCKS = 16;            // of a task
 using Ranking = codes::Ranking<4, LANES, CHOOSE_THREADS>;
 
 // Keys above the border, and keys in its bin.
 struct Counts {
     int above, ties;
-};
-
-// Which groups of a warp's units have candidates; the last bit is for all groups from the 32nd on.
-struct Groups {
-    unsigned bits = 0;
-    __device__ __forceinline__ static unsigned bit(int group) { return 1u << min(group, 31); }
 };
 
 struct Memory : Top::Memory {
@@ -47,8 +42,12 @@ struct Memory : Top::Memory {
     // The warps' parts of the normalisers, where the keys lie later, when candidates have been estimated.
     using Normalisers = PowerSum[CHOOSE_WARPS][LANES];
     __device__ __forceinline__ Normalisers& normalisers() { return *reinterpret_cast<Normalisers*>(keys); }
+    // Each warp's list, where the list of taken keys lies later.
+    using Entries = unsigned[CHOOSE_WARPS][ENTRIES];
+    __device__ __forceinline__ unsigned* entries() { return reinterpret_cast<Entries&>(taken)[threadIdx.x / WARP]; }
 };
 static_assert(sizeof(Memory::Normalisers) <= sizeof(Memory::keys), "they share the keys' memory");
+static_assert(sizeof(Memory::Entries) <= sizeof(Memory::taken), "they share the taken keys' memory");
 
 // Which scores belong to candidates: those of all bins above the border's, and the first keys of the border's bin.
 struct Border {
@@ -75,8 +74,7 @@ __device__ __forceinline__ Border find_border(const SelectArguments& a, const Ta
 // Scores of some neighbouring units of a warp: AT_ONCE neighbouring keys of each unit for a thread.
 struct Scores {
     uint4 own[GROUP_UNITS];
-    unsigned verdicts[GROUP_UNITS];  // by `judge`
-    int first;                       // unit
+    int first;  // unit
 
     __device__ __forceinline__ void load(const SelectArguments& a, const Task& task, int start, int last) {
         first = start;
@@ -88,22 +86,10 @@ struct Scores {
     __device__ __forceinline__ int place(int u) const {
         return (first + u) * UNIT_KEYS + static_cast<int>(threadIdx.x) % WARP * AT_ONCE;
     }
-    // Judge all keys. One bit of a verdict for each: above the border in the low byte, in its bin in the next one.
-    __device__ __forceinline__ void judge(int last, int length, const Border& border) {
-#pragma unroll
-        for (int u = 0; u < GROUP_UNITS; u++) {
-            verdicts[u] = 0;
-            const unsigned most = __vmaxu2(__vmaxu2(own[u].x, own[u].y), __vmaxu2(own[u].z, own[u].w));
-            // Most threads have no candidate, and most units of a long region have none at all.
-            if (first + u >= last || static_cast<int>(max(most & 0xffff, most >> 16) >> BIN_SHIFT) < border.bin)
-                continue;
-            const unsigned words[4] = {own[u].x, own[u].y, own[u].z, own[u].w};
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const int bin = (words[i / 2] >> 16 * (i % 2) & 0xffff) >> BIN_SHIFT;
-                if (place(u) + i < length) verdicts[u] |= (bin > border.bin ? 1u : bin == border.bin ? 256u : 0u) << i;
-            }
-        }
+    // Whether one of the thread's keys of a unit has a score of at least `least`.
+    __device__ __forceinline__ bool reach(int u, unsigned least) const {
+        const unsigned most = __vmaxu2(__vmaxu2(own[u].x, own[u].y), __vmaxu2(own[u].z, own[u].w));
+        return max(most & 0xffff, most >> 16) >= least;
     }
 };
 
@@ -112,24 +98,84 @@ __device__ __forceinline__ int both_counts(unsigned bits) {
     return __popc(bits & 255) | __popc(bits >> 8) << 16;
 }
 
-// Count the candidates of a warp's units first .. last - 1, the first of which `scores` holds already, and tell which
-// groups they are in.
-__device__ __forceinline__ Counts count_units(const SelectArguments& a, const Task& task, const Border& border,
-                                              Scores& scores, int first, int last, Groups& found) {
-    Counts own = {0, 0};
-    for (int start = first; start < last; start += GROUP_UNITS) {
-        if (start != scores.first) scores.load(a, task, start, last);
-        scores.judge(last, task.length(), border);
-        unsigned any = 0;
-#pragma unroll
-        for (int u = 0; u < GROUP_UNITS; u++) {
-            own.above += __popc(scores.verdicts[u] & 255), own.ties += __popc(scores.verdicts[u] >> 8);
-            any |= scores.verdicts[u];
-        }
-        if (__any_sync(EVERYONE, any != 0)) found.bits |= Groups::bit((start - first) / GROUP_UNITS);
+// A warp's units `first` .. and its list: few threads have candidates, and these are judged together, whatever unit
+// they are of. An entry is the number of AT_ONCE keys, counted from the warp's first key on; above its lower 16 bits
+// lies their verdict.
+struct Candidates {
+    const SelectArguments& a;
+    const Task& task;
+    const Border& border;
+    unsigned* list;
+    int first;  // unit
+
+    __device__ __forceinline__ int place(unsigned entry) const {
+        return first * UNIT_KEYS + static_cast<int>(entry & 0xffff) * AT_ONCE;
     }
-    return {sum_of_warp(own.above), sum_of_warp(own.ties)};
-}
+
+    // One bit for each key: above the border in the low byte, in its bin in the next one.
+    __device__ __forceinline__ unsigned judge(int place) const {
+        const uint4 own = *reinterpret_cast<const uint4*>(a.scores + task.scratch_row(a, place));
+        const unsigned words[4] = {own.x, own.y, own.z, own.w};
+        unsigned verdict = 0;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int bin = (words[i / 2] >> 16 * (i % 2) & 0xffff) >> BIN_SHIFT;
+            verdict |= (bin > border.bin ? 1u : bin == border.bin ? 256u : 0u) << i;
+        }
+        if (const int left = task.length() - place; left < AT_ONCE) verdict &= 0x0101u * ((1u << max(left, 0)) - 1);
+        return verdict;
+    }
+
+    // Judge the keys of the list; returns this thread's counts.
+    __device__ __forceinline__ Counts judge_list(int entries) const {
+        Counts own = {0, 0};
+        for (int i = threadIdx.x % WARP; i < entries; i += WARP) {
+            const unsigned verdict = judge(place(list[i]));
+            list[i] |= verdict << 16;
+            own.above += __popc(verdict & 255), own.ties += __popc(verdict >> 8);
+        }
+        return own;
+    }
+
+    // List who has candidates in the warp's units, up to `last`, of which `scores` may hold the first; act(entries)
+    // takes the list when it is full, and at the end. Returns how many entries are left if it was never full; else -1.
+    template <class Act>
+    __device__ __forceinline__ int visit(Scores& scores, int last, const Act& act) const {
+        const int lane = threadIdx.x % WARP;
+        const unsigned least = static_cast<unsigned>(max(border.bin, 0)) << BIN_SHIFT;
+        int entries = 0;
+        bool was_full = false;
+        for (int start = first;; start += GROUP_UNITS) {
+            if (start >= last || entries > ENTRIES - GROUP_UNITS * WARP) {
+                __syncwarp();
+                act(entries);
+                if (start >= last) break;
+                __syncwarp();
+                entries = 0, was_full = true;
+            }
+            if (start != scores.first) scores.load(a, task, start, last);
+#pragma unroll
+            for (int u = 0; u < GROUP_UNITS; u++) {
+                const bool has = start + u < last && scores.reach(u, least);
+                const unsigned having = __ballot_sync(EVERYONE, has);
+                if (has) list[entries + __popc(having & ((1u << lane) - 1))] = (start + u - first) * WARP + lane;
+                entries += __popc(having);
+            }
+        }
+        return was_full ? -1 : entries;
+    }
+
+    // Count the candidates of the warp's units. Returns what `visit` does.
+    __device__ __forceinline__ int count(Scores& scores, int last, Counts& counts) const {
+        Counts own = {0, 0};
+        const int entries = visit(scores, last, [&](int listed) {
+            const Counts found = judge_list(listed);
+            own.above += found.above, own.ties += found.ties;
+        });
+        counts = {sum_of_warp(own.above), sum_of_warp(own.ties)};
+        return entries;
+    }
+};
 
 // Ties in the parts of earlier blocks. Only needed if not all of them fit: then thousands of scores are nearly equal.
 __device__ __forceinline__ int ties_before(const SelectArguments& a, const Task& task, Memory& memory,
@@ -137,8 +183,8 @@ __device__ __forceinline__ int ties_before(const SelectArguments& a, const Task&
     const Share own(units, CHOOSE_WARPS, threadIdx.x / WARP);
     Scores scores;
     scores.first = -1;
-    Groups found;
-    const Counts counts = count_units(a, task, border, scores, own.first, own.last, found);
+    Counts counts;
+    Candidates{a, task, border, memory.entries(), own.first}.count(scores, own.last, counts);
     if (threadIdx.x == 0) memory.appended = 0;
     __syncthreads();
     if (threadIdx.x % WARP == 0) atomicAdd(&memory.appended, counts.ties);
@@ -151,10 +197,12 @@ __device__ __forceinline__ int ties_before(const SelectArguments& a, const Task&
 __device__ __forceinline__ int collect(const SelectArguments& a, const Task& task, Memory& memory, const Border& border,
                                        Scores& scores, const Share& own, int start, int* places) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    Groups found;
-    const Counts counted = count_units(a, task, border, scores, own.first, own.last, found);
+    const bool too_many = border.held > border.room;
+    const int earlier = too_many ? ties_before(a, task, memory, border, start) : 0;
+    const Candidates candidates{a, task, border, memory.entries(), own.first};
+    Counts counted;
+    const int listed = candidates.count(scores, own.last, counted);
     if (lane == 0) memory.counts[warp] = counted;
-    const int earlier = border.held > border.room ? ties_before(a, task, memory, border, start) : 0;
     __syncthreads();
     Counts here = {0, earlier}, all = here;
 #pragma unroll
@@ -163,31 +211,34 @@ __device__ __forceinline__ int collect(const SelectArguments& a, const Task& tas
         if (w < warp) here = {here.above + memory.counts[w].above, here.ties + memory.counts[w].ties};
     }
     const int missing = min(earlier, border.room);  // ties that stand in other blocks' lists
-    for (int group = own.first; group < own.last; group += GROUP_UNITS) {
-        if ((found.bits & Groups::bit((group - own.first) / GROUP_UNITS)) == 0) continue;
-        if (group != scores.first) {
-            scores.load(a, task, group, own.last);
-            scores.judge(own.last, task.length(), border);
-        }
-#pragma unroll
-        for (int u = 0; u < GROUP_UNITS; u++) {
-            const unsigned bits = scores.verdicts[u];
-            if (!__any_sync(EVERYONE, bits != 0)) continue;
+    const auto write = [&](int entries) {
+        for (int i = lane; i - lane < entries; i += WARP) {
+            const unsigned entry = i < entries ? candidates.list[i] : 0, bits = entry >> 16;
             const int sums = both_counts(bits), through = sum_up_to_here(sums, lane), before = through - sums;
             int above = here.above + (before & 0xffff), ties = here.ties + (before >> 16);
             for (unsigned left = (bits | bits >> 8) & 255; left != 0; left &= left - 1) {
-                const int i = __ffs(left) - 1;
-                const bool is_above = bits >> i & 1;
+                const int key = __ffs(left) - 1, place = candidates.place(entry) + key;
+                const bool is_above = bits >> key & 1;
                 if (is_above || ties < border.room) {
-                    const int entry = above + min(ties, border.room) - missing;
-                    places[entry] = scores.place(u) + i;
-                    if (entry < LISTED) memory.places[entry] = scores.place(u) + i;
+                    const int to = above + min(ties, border.room) - missing;
+                    places[to] = place;
+                    if (to < LISTED) memory.places[to] = place;
                 }
                 above += is_above, ties += !is_above;
             }
             const int last = __shfl_sync(EVERYONE, through, WARP - 1);
             here = {here.above + (last & 0xffff), here.ties + (last >> 16)};
         }
+    };
+    if (listed >= 0) {
+        write(listed);
+    } else {  // the list has lost some
+        scores.first = -1;
+        candidates.visit(scores, own.last, [&](int entries) {
+            candidates.judge_list(entries);
+            __syncwarp();
+            write(entries);
+        });
     }
     __syncthreads();
     return all.above + min(all.ties, border.room) - missing;

@@ -168,10 +168,8 @@ BEYOND = r"cannot read \S*model\.gguf: byte {} is named in its header, the file 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 TRT = "tensorrt_llm"
 SINGLE, SHARD, RANK = (FILES[kind] for kind in ("single", "sharded", TRT))
-NO_TENSOR, OTHER_MODELS = (
-    "tensor {} is missing in model.safetensors; ",
-    "config.json and weights are of different models, or",
-)
+NO_TENSOR = "tensor {} is missing in model.safetensors; "
+OTHER_MODELS = "config.json and weights are of different models, or"
 FLOATS = "must be one of F32, BF16, F16"
 UP = "blk.1.ffn_up.weight"
 EVERY: dict[str, list[tuple[str, Damage, str]]] = {

@@ -36,9 +36,8 @@ from kvseek.engine.parallel.reports import Reporter, Reports
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 START = followers._start  # of a program of its own
-WAIT_SECONDS = (
-    60.0  # that a fault may take to be told on a busy machine; the limits of the code are minutes and an hour
-)
+# That a fault may take to be told on a busy machine; the limits of the code are minutes and an hour
+WAIT_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -147,10 +147,8 @@ def test_a_prompt_gives_the_same_bits_in_a_pack(
 ) -> None:
     """Other prompts, which may fill up to the same number of tokens, and what is no number in them change nothing."""
     torch.manual_seed(0)
-    attention, borders = (
-        make(kernels, dtype, dim, group),
-        tuple(accumulate((300, 20, 400, 512, 100, 300, 1, 9), initial=0)),
-    )
+    attention = make(kernels, dtype, dim, group)
+    borders = tuple(accumulate((300, 20, 400, 512, 100, 300, 1, 9), initial=0))
     queries = torch.randn(borders[-1], KV_HEADS * group, dim, device=device).to(attention.dtype).transpose(0, 1)
     keys, values = rows(dtype, device, borders[-1], dim, scale=2.0), rows(dtype, device, borders[-1], dim)
     values[:, 310] = torch.nan

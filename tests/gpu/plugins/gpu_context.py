@@ -75,7 +75,7 @@ def check_shared_extents(
     """Of two extents that a second slot shares, and of keys of its own behind them."""
     dtype, dim, group = shape
     torch.manual_seed(dim + group)
-    table, lengths = ExtentTable(5, 3, 8, PLACE), [3000, 2600, 2048, 0, 0]
+    table, lengths = ExtentTable(9, 3, 8, PLACE), [3000, 2600, 2048, *[0] * 6]
     index = make(
         context_of(
             config,
@@ -90,7 +90,7 @@ def check_shared_extents(
             shares_extents=True,
         )
     )
-    assert index.context.scratch_extents == 4 * 3
+    assert index.context.scratch_extents == 8 * 3
     keys, others = (part.to(PLACE) for part in keys_of_slots([3000, 552], dim, dtype))
     table.reserve(0, 3000)
     index.build(0, keys, keys)
@@ -99,8 +99,8 @@ def check_shared_extents(
         index.adopt(slot, 2048)
         index.append(slot, 2048, own)
         index.publish(slot, 2048, own.shape[1])
-    slots = [0, 1, 0, 2]
-    queries = torch.randn(4, KV_HEADS * group, dim, device=PLACE).to(getattr(torch, dtype))
+    slots = [0, 1, 2, 0, 0, 1, 0, 2]  # some are scanned together, as far as their keys are the same
+    queries = torch.randn(len(slots), KV_HEADS * group, dim, device=PLACE).to(getattr(torch, dtype))
     together = select_rows(index, queries, slots).rows
     for request, slot in enumerate(slots):
         alone = select_rows(index, queries[[request]], [slot]).rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -34,10 +35,10 @@ CONTESTANTS = {
 }
 
 
-def make_index(method: str, settings: dict[str, object], lengths: Sequence[int]) -> Index:
+def make_index(method: str, settings: dict[str, object], lengths: Sequence[int], **fields: Any) -> Index:
     entry = get_method(method)
     config = entry.configure({**settings, **STATELESS.get(method, {})})
-    context = gpu_context.make_context(method, config, "bfloat16", DIM, GROUP, lengths, "cuda", layer=LAYER)
+    context = gpu_context.make_context(method, config, "bfloat16", DIM, GROUP, lengths, "cuda", layer=LAYER, **fields)
     index = entry.create(context)
     for slot, keys in enumerate(gpu_context.keys_of_slots(lengths, DIM, "bfloat16")):
         queries = torch.randn(KV_HEADS * GROUP, min(keys.shape[1], 500), DIM).to(keys).to(gpu_context.PLACE)
@@ -71,6 +72,31 @@ def check_batches(index: Index, scale: float, sizes: Sequence[int], times: int) 
 def test_a_request_selects_the_same_rows_in_any_batch(name: str, scale: float) -> None:
     torch.manual_seed(3)
     check_batches(make_index(*CONTESTANTS[name], LENGTHS), scale, (2, 3, 8, 16), 4)
+
+
+def check_positions(index: Index, batches: Sequence[Sequence[int]]) -> None:
+    """Several requests of a slot, as a step that verifies drafts has: each selects what it selects alone."""
+    for slots in batches:
+        queries = torch.randn(len(slots), KV_HEADS * GROUP, DIM).bfloat16().to(gpu_context.PLACE)
+        together = index.select(queries, batch_of(index, slots, DENSE))
+        assert together is not None
+        for number, slot in enumerate(slots):
+            if slot not in DENSE:
+                alone = index.select(queries[[number]], batch_of(index, [slot]))
+                assert alone is not None
+                assert torch.equal(together.rows[number], alone.rows[0]), (number, slots)
+
+
+def verifies_drafts(method: str) -> bool:
+    traits = get_method(method).traits()
+    return traits.verifies_drafts and traits.prefix_reuse == "entries"
+
+
+@pytest.mark.parametrize("name", [name for name in CONTESTANTS if verifies_drafts(CONTESTANTS[name][0])])
+def test_positions_of_a_slot_select_what_each_selects_alone(name: str) -> None:
+    torch.manual_seed(4)
+    batches = ([0] * 8, [2, 0, 0, 0, 3, 3, 5, 5], [7] * 5 + [1] * 2 + [0], [9, 9] + [11] * 3, [6] * 16)
+    check_positions(make_index(*CONTESTANTS[name], LENGTHS, shares_extents=True), batches)
 
 
 @pytest.mark.parametrize("name", CONTESTANTS)

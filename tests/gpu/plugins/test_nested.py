@@ -84,10 +84,10 @@ def test_selection(dtype: str, dim: int, group: int, lengths: list[int]) -> None
 
 
 def test_a_block_may_have_more_groups_of_scores_than_it_tells_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block a task, as in large batches, and a region of 36 groups of 768 scores for each of its warps."""
+    """One block a task, as in large batches, and a region of 36 groups of 1,024 scores for each of its warps."""
     monkeypatch.setattr(device, "MOST_BLOCKS", 1)
     torch.manual_seed(5)
-    length = 36 * 768 * 16
+    length = 36 * 1024 * 16
     index = make_index(Config(), "bfloat16", 64, 2, gpu_context.keys_of_slots([length], 64, "bfloat16"))
     assert index.workspace.grids(1)[1] == 1
     queries = (3 * torch.randn(1, KV_HEADS * 2, 64)).bfloat16().cuda()

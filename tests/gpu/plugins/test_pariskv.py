@@ -73,10 +73,8 @@ def test_keys_are_encoded_as_by_the_reference(dtype: str, dim: int, group: int, 
     expected, found = make_pair(Config(group_reduce=reduce), dtype, dim, group, [1, 1023, 1025, 5000])
     for slot in range(4):
         for name in ("ids", "codes"):
-            want, have = (
-                region(expected, getattr(expected, name), slot),
-                region(found, getattr(found, name), slot),
-            )
+            want = region(expected, getattr(expected, name), slot)
+            have = region(found, getattr(found, name), slot)
             assert torch.equal(want, have), f"{name} of slot {slot}: {(want != have).sum()} differ"
         want, have = region(expected, expected.weights, slot), region(found, found.weights, slot)
         assert (want.view(torch.int16) - have.view(torch.int16)).abs().max() <= 1, "one unit in the last place"

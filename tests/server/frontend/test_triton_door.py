@@ -23,7 +23,6 @@ from kvseek.server.settings import ServeSettings
 from kvseek.server.triton.model import TritonModel
 
 FINAL = 1
-CODES = SimpleNamespace(INVALID_ARG=1, UNAVAILABLE=2, CANCELLED=3, INTERNAL=4)
 
 
 class TritonError(Exception):

@@ -28,7 +28,6 @@ from kvseek.server.requests.unread import UnreadAnswers
 
 pytestmark = pytest.mark.anyio
 ABSENT = "192.0.2.1"  # reserved for documentation, so no machine has it
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 async def small(_: Request) -> Response:

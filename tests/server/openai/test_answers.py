@@ -65,10 +65,8 @@ Told = tuple[str, str, list[tuple[str, str]], str | None]  # thinking, text, cal
 
 def stream_of(tokenizer: Tokenizer, form: AnswerForm, ids: list[int], cuts: set[int], reason: FinishReason) -> Told:
     """What a client makes of a stream whose tokens come in groups."""
-    choice, reply = (
-        Choice(Request((5,), 999), tokenizer, (), True, form=form),
-        Reply(True, "m", "f", tokenizer, False, False, form),
-    )
+    choice = Choice(Request((5,), 999), tokenizer, (), True, form=form)
+    reply = Reply(True, "m", "f", tokenizer, False, False, form)
     thinking, text, end = "", "", None
     calls: list[list[str]] = []
     steps = [*(StepOutput(1, token) for token in ids), StepOutput(1, None, reason)]
@@ -94,10 +92,8 @@ def stream_of(tokenizer: Tokenizer, form: AnswerForm, ids: list[int], cuts: set[
 
 
 def whole_of(tokenizer: Tokenizer, form: AnswerForm, ids: list[int], reason: FinishReason) -> Told:
-    choice, reply = (
-        Choice(Request((5,), 999), tokenizer, (), False, form=form),
-        Reply(True, "m", "f", tokenizer, False, False, form),
-    )
+    choice = Choice(Request((5,), 999), tokenizer, (), False, form=form)
+    reply = Reply(True, "m", "f", tokenizer, False, False, form)
     (piece,) = choice.push([*(StepOutput(1, token) for token in ids), StepOutput(1, None, reason)])
     own = json.loads(reply.whole([piece], usage(1, 1, 0)))["choices"][0]
     message = own["message"]
@@ -312,10 +308,8 @@ def test_patterns_that_the_library_does_not_know(made: Made, guides_of: Callable
     }
     tokenizer = made("hermes")
     forms = AnswerForms(tokenizer, "hermes")
-    tags, ids = (
-        forms.tags(TOOL_FORMATS["hermes"]),
-        tokenizer.encode(written_call("hermes", "f", '{"pattern": "x"}'), False),
-    )
+    tags = forms.tags(TOOL_FORMATS["hermes"])
+    ids = tokenizer.encode(written_call("hermes", "f", '{"pattern": "x"}'), False)
     for strict in (False, True):
         guide = answer_guide(forms.form(None, (Function("f", schema, strict),)), tags, True, (1,))
         assert guide is not None

@@ -322,10 +322,8 @@ def test_streams_hold_bytes_of_their_owners_responses_and_the_largest_of_them_en
 def test_a_stream_ends_when_there_is_no_room_for_what_it_holds(tokenizer: Tokenizer) -> None:
     kept = KeptResponses(most_bytes=20_000)
     asked = Responses(tokenizer, kept).read(b'{"model": "m", "input": "x", "top_logprobs": 5}', Tenant())
-    answer, choice = (
-        asked.answer(AnswerForm(), 1),
-        Choice(Request((5,), 900, SamplingConfig(logprobs=5)), tokenizer, (), True),
-    )
+    answer = asked.answer(AnswerForm(), 1)
+    choice = Choice(Request((5,), 900, SamplingConfig(logprobs=5)), tokenizer, (), True)
     answer.begin(1)
     token = tokenizer.encode("light", False)[-1]
     output = StepOutput(1, token, logprobs=LogProbs(-0.5, ((token, -0.5), *((each, -9.0) for each in range(4)))))

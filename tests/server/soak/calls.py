@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 SILENCE_SECONDS = 400.0  # without a piece of an answer: it is lost; priority 0 may wait 255 s for others (scheduler.py)
 ROUTES = ("grpc", "http_stream", "http_generate")
-OPENAI_ROUTE = (
-    "openai"  # /v1/completions: text, without malformed fields and short time limits, which have other names there
-)
+# /v1/completions: text, without malformed fields and short time limits, which have other names there
+OPENAI_ROUTE = "openai"
 CLIENT_ROUTES = ("kvseek_grpc", "kvseek_http", "kvseek_http_stream")  # kvseek.client: text, and only to the end
 
 STREAM = {"tensorrt_llm_bls": "stream", "tensorrt_llm": "streaming"}  # by model: the input that asks for a stream

@@ -140,10 +140,8 @@ def test_the_llm_api_layout_as_tensorrt_llm_configures_it(triton: OwnTriton, thi
     keyed = body | {"authorization": BEARER}  # `generate` forwards no headers
     reply = requests.post(url, json=keyed, timeout=TIMEOUT).json()
     assert reply == {"model_name": model, "model_version": "1", "text_output": answer}
-    prompt, count = (
-        grpc.InferInput("text_input", [1], "BYTES"),
-        grpc.InferInput("sampling_param_max_tokens", [1], "INT32"),
-    )
+    prompt = grpc.InferInput("text_input", [1], "BYTES")
+    count = grpc.InferInput("sampling_param_max_tokens", [1], "INT32")
     prompt.set_data_from_numpy(np.array([PROMPT], object))
     count.set_data_from_numpy(np.array([10], np.int32))
     with grpc.InferenceServerClient(triton.grpc_url) as client:

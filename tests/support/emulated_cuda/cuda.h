@@ -524,6 +524,11 @@ inline void multiply_16x8x32(int (&c)[4], const unsigned (&a)[4], unsigned b0, u
         [](unsigned x, int i) { return static_cast<int>(static_cast<int8_t>(x >> 8 * i)); });
 }
 
+inline void begin_16x8x32(int (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, int c0, int c1) {
+    sum[0] = sum[2] = c0, sum[1] = sum[3] = c1;
+    multiply_16x8x32(sum, a, b0, b1);
+}
+
 template <class Number>
 void multiply_16x8x16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1,
                       Number) {
