@@ -15,6 +15,7 @@ FOLDERS = ("core", "kernels", "plugins", "engine", "builder", "server", "client"
 HEAVY = {
     "accelerate": "seconds; builds that are checked",
     "cuda": "an extra: engines on a GPU, and their builds",
+    "cudnn": "an extra: prompts in FP8",
     "gguf": "GGUF checkpoints alone",
     "huggingface_hub": "models that are named, and not files",
     "llguidance": "an extra: guided decoding",
