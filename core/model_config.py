@@ -163,6 +163,13 @@ class DeltaNetConfig:
         """Channels that the convolution mixes: queries, keys and values."""
         return 2 * self.keys + self.values
 
+    def ring_rows(self, drafted: int) -> int:
+        """Return the rows that keep a slot's latest inputs, if a draft has at most `drafted` tokens.
+
+        While one head still reads what came before the draft of the last step, another may be at the end of this step's.
+        """
+        return self.conv_kernel + 2 * drafted
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -142,7 +142,7 @@ def slot_state_bytes(model: ModelConfig, dtype: torch.dtype, drafted: int = MOST
     if states is None:
         return len(model.window_layers) * model.num_kv_heads * ring_rows(model) * 2 * model.head_dim * dtype.itemsize
     recurrent = states.values * states.key_head_dim * torch.float32.itemsize
-    inputs = (states.conv_kernel + drafted) * (states.channels + 2 * states.num_value_heads) * dtype.itemsize
+    inputs = states.ring_rows(drafted) * (states.channels + 2 * states.num_value_heads) * dtype.itemsize
     return len(states.layers) * (recurrent + inputs + states.num_value_heads * torch.int32.itemsize)
 
 

@@ -196,5 +196,4 @@ def _delta_states(config: EngineConfig, slots: int, dtype: torch.dtype, device: 
     model = config.model.delta_net
     if model is None:
         return []
-    ring = model.conv_kernel + MOST_DRAFTED
-    return [DeltaStates.zeros(model, slots, ring, dtype, device) for _ in model.layers]
+    return [DeltaStates.zeros(model, slots, MOST_DRAFTED, dtype, device) for _ in model.layers]

@@ -60,8 +60,7 @@ class DeltaStates:
     Attributes
     ----------
     conv : Tensor [slots, ring, channels]
-        What the convolution reads of the latest tokens; that of position p lies in row p mod ring, at least `kernel` rows and one
-        for each token of a draft.
+        What the convolution reads of the latest tokens; that of position p lies in row p mod ring (DeltaNetConfig.ring_rows).
     gates : Tensor [slots, ring, 2 value heads]
         Write strengths and decays of drafted tokens, before their functions, in the same rows.
     recurrent : Tensor, float32 [slots, value heads, key_head_dim, value_head_dim]
@@ -76,10 +75,10 @@ class DeltaStates:
 
     @classmethod
     def zeros(
-        cls, config: DeltaNetConfig, slots: int, ring: int, dtype: torch.dtype, device: torch.device
+        cls, config: DeltaNetConfig, slots: int, drafted: int, dtype: torch.dtype, device: torch.device
     ) -> DeltaStates:
-        """Allocate the states of a layer."""
-        heads = config.num_value_heads
+        """Allocate the states of a layer, for drafts of at most `drafted` tokens."""
+        heads, ring = config.num_value_heads, config.ring_rows(drafted)
         return cls(
             torch.zeros(slots, ring, config.channels, dtype=dtype, device=device),
             torch.zeros(slots, ring, 2 * heads, dtype=dtype, device=device),

@@ -36,7 +36,7 @@ struct DeltaStepArguments {
     int key_dim;
     int value_dim;
     int kernel;
-    int ring;     // at least `kernel` and a row for each token of a draft
+    int ring;     // DeltaNetConfig.ring_rows: at least `kernel`, and a row for each token of two drafts
     int columns;  // value_dim, rounded up to whole warps
     int rows;     // of the state of a head that a thread has, at most 32; threads / columns * rows >= key_dim
     float epsilon;
@@ -48,8 +48,8 @@ constexpr int THREADS = 512, ROWS = 32;
 constexpr float LENGTH_EPSILON = 1e-6f;
 
 // What the convolution gives for a channel of a slot at a position, whose input is `given`, or was kept if that is
-// null. Blocks that share a key head write the same to the same places; each thread reads what itself or an earlier
-// step wrote.
+// null. Blocks that share a key head write the same to the same places. One of them may be at the end of its draft while
+// another applies the last step's: the ring has room for both, so that each reads what itself or an earlier step wrote.
 __device__ __forceinline__ float convolve(const DeltaStepArguments& a, Number* ring, const Number* given, int position,
                                           int channels, int channel) {
     const Number* weight = static_cast<const Number*>(a.weight) + static_cast<long long>(channel) * a.kernel;
