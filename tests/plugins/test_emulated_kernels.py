@@ -189,3 +189,7 @@ def test_positions_of_a_slot_of_nested_select_what_each_selects_alone() -> None:
     index = batch_checks.make_index("nested", {}, [5000, 700, 2600, 300, 40, *[0] * 12], shares_extents=True)
     batches = ([0] * 4, [1, 0, 0, 3, 2, 2, 2, 2, 2], [0] * 6 + [4] + [2] * 2, [0, 1] * 3, [0] * 16)
     batch_checks.check_positions(index, batches)
+
+
+def test_a_block_may_scan_more_keys_of_nested_together_than_a_count_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    nested_checks.test_a_block_may_scan_more_keys_together_than_a_count_holds(monkeypatch)

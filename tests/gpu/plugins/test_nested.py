@@ -10,15 +10,17 @@ import torch
 from tests.gpu.plugins import gpu_context
 from tests.gpu.plugins.gpu_context import check_shared_extents
 from tests.kernels.reference.codes import stores
-from tests.plugins.index_cases import KV_HEADS, select_rows
+from tests.plugins.index_cases import KV_HEADS, context_of, select_rows
 from torch import Tensor
 
+from kvseek.core.extents import ExtentTable
 from kvseek.kernels.reference.codes.key_codes import estimate_at
 from kvseek.plugins.nested import device
 from kvseek.plugins.nested.config import Config
 from kvseek.plugins.nested.device import HELD_CANDIDATES, CudaIndex
 from kvseek.plugins.nested.reference import ReferenceIndex
 from kvseek.plugins.ranking import softmax_mean
+from kvseek.plugins.registry import get_method
 
 pytestmark = pytest.mark.gpu
 
@@ -92,6 +94,28 @@ def test_a_block_may_have_more_groups_of_scores_than_it_tells_apart(monkeypatch:
     assert index.workspace.grids(1)[1] == 1
     queries = (3 * torch.randn(1, KV_HEADS * 2, 64)).bfloat16().cuda()
     check_request(index, queries, 0, 0, select_rows(index, queries, [0]).rows[0])
+
+
+def test_a_block_may_scan_more_keys_together_than_a_count_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block for each of two positions of a slot whose extents are two, again and again; nearly all keys have one score."""
+    monkeypatch.setattr(device, "MOST_BLOCKS_OF_SCAN", 1)
+    torch.manual_seed(6)
+    keys, lengths = torch.ones(KV_HEADS, 2048, 64), [2048, 130 * 1024]
+    keys[:, ::100] = torch.randn(KV_HEADS, 21, 64)
+    table = ExtentTable(3, 130, 4, gpu_context.PLACE)
+    cuda = gpu_context.method_kernels("nested", Config(), "bfloat16", 64, 2)
+    fields = {"dtype": torch.bfloat16, "device": gpu_context.PLACE, "cuda": cuda, "shares_extents": True}
+    fields["codebooks"] = get_method("nested").traits(Config()).codebooks(64)
+    index = CudaIndex(context_of(Config(), 64, 2, table, [*lengths, 0], **fields))
+    table.reserve(0, lengths[0])
+    table.reserve(1, lengths[1], 65 * table.of_slot(0))
+    index.build(0, keys.bfloat16().cuda(), keys.bfloat16().cuda())
+    assert index.workspace.grids(2)[0] == 2
+    queries = torch.randn(2, KV_HEADS * 2, 64).bfloat16().cuda()
+    together = select_rows(index, queries, [1, 1]).rows
+    for number in range(2):
+        assert torch.equal(together[number], select_rows(index, queries[[number]], [1]).rows[0])
+    assert not index.workspace.totals.any(), "zeros between selections"
 
 
 def check_request(index: CudaIndex, queries: Tensor, request: int, slot: int, rows: Tensor) -> None:

@@ -109,8 +109,8 @@ def check_steps(kernels: CudaKernels, config: DeltaNetConfig, dtype: torch.dtype
 def check_drafts(kernels: CudaKernels, config: DeltaNetConfig, dtype: torch.dtype, device: str) -> None:
     """Tokens that come as drafts, and are accepted or not, against steps of one token: all bits are the same.
 
-    Two slots have drafts of other lengths in one batch, behind a third slot that has none. The first drafts are accepted whole, the
-    longest ones too: blocks of heads that share a key are then as far apart as they ever are.
+    Two slots have drafts of other lengths in one batch, behind a third slot that has none. The first drafts are accepted whole,
+    the longest ones too: blocks of heads that share a key are then as far apart as they ever are.
     """
     ops = LayerKernels(kernels, model_of(config), dtype, torch.empty(0, device=device).device, SLOTS * 8)
     parameters, states = draw(config, dtype, device)
