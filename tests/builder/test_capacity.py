@@ -232,7 +232,7 @@ def test_numbers_of_a_hybrid(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     plan = document(flags)
     assert plan["layers_with_rows"] == 16
     assert plan["bytes"]["rows_per_token"] == 16 * 4 * 2 * 256 * 2
-    rows = 4 + 7  # of the convolution and the gates, with a draft
+    rows = 4 + 2 * 7  # of the convolution and the gates, with two drafts
     states = 48 * (48 * 128 * 128 * 4 + rows * ((2 * 16 + 48) * 128 + 2 * 48) * 2 + 48 * 4)
     assert plan["bytes"]["window_per_slot"] == 16 * 4 * 576 * 2 * 256 * 2 + states
     capsys.readouterr()
