@@ -91,7 +91,7 @@ class States:
         self.pending: dict[int, dict[int, Snapshot]] = {}
         self._every = config.cache.reuse_state_tokens
         self._prompts: dict[int, int] = {}  # tokens of each slot's prompt
-        self._behind: dict[int, int] = {}
+        self._behind: dict[int, int] = {}  # tokens that the recurrent states have had, if the last step had a draft
         self._kernel = 0 if model.delta_net is None else model.delta_net.conv_kernel
         self._written: tuple[dict[int, tuple[int, int]], list[Tensor]] | None = None  # see `write_rings`
         one = sum(layer.conv[0, : self._kernel - 1].nbytes + layer.recurrent[0].nbytes for layer in self.layers)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvseek.core.batch import Batch, RequestState
+from kvseek.core.batch import Batch, RequestState, pack
 from kvseek.core.rope import LocalRotation
 from kvseek.core.streams import to_device
 from kvseek.core.weight_only import HEAD, dequantise
@@ -329,7 +329,8 @@ def catch_up(
     tokens: int,
 ) -> None:
     """Bring the states of a slot in these layers to so many tokens; `table`: extents of the slots, on their device."""
-    batch = Batch.of([RequestState(slot=slot, position=tokens, length=0)], table)
+    requests = pack([RequestState(slot=slot, position=tokens, length=0)])
+    batch = Batch(to_device(requests, torch.int32, table.device), table)  # for which the host does not wait
     for own, state in zip(parameters, states, strict=True):
         ops.catch_up(batch, own, state)
 

@@ -24,19 +24,9 @@ constexpr float FLOAT_OFFSET = 12582912.0f;
 struct Words {
     unsigned words[WORDS];
 
-    __device__ __forceinline__ void load(const unsigned char* from) { copy(words, from); }
+    __device__ __forceinline__ void load(const unsigned char* from) { copy<false>(words, from); }
     // The same of memory that other blocks may read soon.
-    __device__ __forceinline__ void load_again(const unsigned char* from) {
-        if constexpr (WORDS == 4) {
-            const uint4 four = __ldcs(reinterpret_cast<const uint4*>(from));
-            words[0] = four.x, words[1] = four.y, words[WORDS - 2] = four.z, words[WORDS - 1] = four.w;
-        } else if constexpr (WORDS == 2) {
-            const uint2 two = __ldcs(reinterpret_cast<const uint2*>(from));
-            words[0] = two.x, words[WORDS - 1] = two.y;
-        } else {
-            words[0] = __ldcs(reinterpret_cast<const unsigned*>(from));
-        }
-    }
+    __device__ __forceinline__ void load_again(const unsigned char* from) { copy<true>(words, from); }
 
     // Operand 0 .. 2 * WORDS - 1 of the even fields (0 and 2, codes) or of the odd ones (1 and 3, four times the
     // codes).
@@ -52,17 +42,17 @@ struct Words {
     }
 
   private:
-    template <int N>
+    template <bool AGAIN, int N>
     __device__ __forceinline__ static void copy(unsigned (&to)[N], const unsigned char* from) {
         if constexpr (N == 4) {
-            const uint4 four = load_once_16(from);
+            const uint4 four = AGAIN ? __ldcs(reinterpret_cast<const uint4*>(from)) : load_once_16(from);
             to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
         } else if constexpr (N == 2) {
-            const uint2 two = load_once_8(from);
+            const uint2 two = AGAIN ? __ldcs(reinterpret_cast<const uint2*>(from)) : load_once_8(from);
             to[0] = two.x, to[1] = two.y;
         } else {
             static_assert(N == 1, "a thread holds 1, 2 or 4 words");
-            to[0] = load_once_4(from);
+            to[0] = AGAIN ? __ldcs(reinterpret_cast<const unsigned*>(from)) : load_once_4(from);
         }
     }
 };
