@@ -55,6 +55,7 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
 
 def _fp8_bytes(config: EngineConfig, tokens: int) -> int:
     """Count the bytes of a layer's keys and values in FP8."""
+    tokens = row_tokens(config, tokens)
     return 2 * tokens * config.model.num_kv_heads * config.model.head_dim * (config.prefill_precision == "fp8")
 
 

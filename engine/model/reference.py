@@ -156,7 +156,7 @@ class BlockAttention(Protocol):
     ) -> Tensor:
         """See PromptAttention (engine/model/cuda/attention.py)."""
 
-    def fp8_past(self, tokens: int) -> Fp8Past | None:
+    def fp8_past(self, spacing: int) -> Fp8Past | None:
         """See PromptAttention."""
 
     def attend_in_blocks(

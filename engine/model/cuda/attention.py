@@ -158,13 +158,12 @@ class PromptAttention:
             merge(self._kernels, parts, out[kept])
         return out
 
-    def fp8_past(self, tokens: int) -> Fp8Past | None:
-        """Make what keeps the rounded rows of a layer of a prompt of so many tokens; None: prompts are read in 16 bits."""
+    def fp8_past(self, spacing: int) -> Fp8Past | None:
+        """Make what keeps the rounded rows of a prompt in a layer, see Fp8Past; None: prompts are read in 16 bits."""
         if self.fp8 is None:
             return None
         model = self._model
-        sizes = model.num_kv_heads, model.group_size, tokens, model.head_dim
-        return Fp8Past(self._kernels, self.fp8.cut, *sizes)
+        return Fp8Past(self._kernels, self.fp8.clipped, model.num_kv_heads, model.group_size, spacing, model.head_dim)
 
     def _attend_fp8(
         self, queries: Tensor, past: Fp8Past, calls: Sequence[Blocks], scaling: float
@@ -200,7 +199,8 @@ class PromptAttention:
         for first, stop in pairwise(borders):
             if stop - first > self._window:
                 one_prompt = slice(first, stop)
-                out[one_prompt] = self(queries[:, one_prompt], keys[:, one_prompt], values[:, one_prompt], scaling)
+                own = queries[:, one_prompt], keys[:, one_prompt], values[:, one_prompt]
+                out[one_prompt] = self(*own, scaling, past=self.fp8_past(power_of_two(stop - first)))
         for one in self._pack[1]:
             filled = tokens.index_select(0, one.rows).view(one.number, one.size, heads, dim).transpose(1, 2)
             own_keys, own_values = (

@@ -75,7 +75,7 @@ def test_rows_are_rounded_as_by_the_reference(dim: int, kernels: MakeKernels, de
     drawn[0, 0, :3] = torch.tensor([1e30, -1e30, torch.nan])
     centres, scales = torch.randn(heads, dim, device=device).bfloat16(), torch.rand(heads, dim, device=device)
     for given in ((None, None), (centres, None), (None, scales), (centres, scales)):
-        into, cut = (
+        into, clipped = (
             torch.zeros(heads, 512, dim, dtype=FP8, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
@@ -83,12 +83,12 @@ def test_rows_are_rounded_as_by_the_reference(dim: int, kernels: MakeKernels, de
             own,
             drawn[1:].clamp(-400, 400),
             into[1:, :tokens],
-            cut,
+            clipped,
             *(None if one is None else one[1:] for one in given),
         )
-        assert not cut.item()
-        round_to_fp8(own, drawn, into[:, :tokens], cut, *given)
-        assert cut.item()
+        assert not clipped.item()
+        round_to_fp8(own, drawn, into[:, :tokens], clipped, *given)
+        assert clipped.item()
         expected = fp8_rows_reference(drawn, *given)
         assert torch.allclose(into[:, :tokens].float(), expected.float(), rtol=0, atol=0, equal_nan=True)
         assert not into[:, tokens:].float().any()
