@@ -143,6 +143,24 @@ def test_a_query_gives_the_same_bits_whatever_the_chunks(
     assert not torch.equal(attention(queries, keys, values, dim**-0.5), whole), "16 bits"
 
 
+def test_prompts_of_other_lengths_and_long_ones_of_packs(kernels: MakeKernels, device: torch.device) -> None:
+    """A shorter prompt finds the graphs that a longer one has had compiled, and one of a pack is read as alone."""
+    attention, counts = (
+        PromptAttention(kernels("bfloat16", 64, 3), model_of(64, 3), torch.bfloat16, 3000, MOST, fp8=True),
+        [],
+    )
+    queries = torch.randn(12_288, KV_HEADS * 3, 64, device=device).bfloat16().transpose(0, 1)
+    keys, values = rows(device, 12_288, 64), rows(device, 12_288, 64)
+    assert attention.fp8 is not None
+    for n in (12_288, 10_240):
+        attention(queries[:, :n], keys[:, :n], values[:, :n], 0.125, past=attention.fp8_past(MOST))
+        counts.append(len(attention.fp8._graphs))
+    assert counts[0] == counts[1] > 1
+    packed = attention.attend_pack(queries[:, :2900], keys[:, :2900], values[:, :2900], (0, 400, 2900), 0.125)
+    alone = (part[:, 400:2900] for part in (queries, keys, values))
+    assert torch.equal(packed[400:], attention(*alone, scaling=0.125, past=attention.fp8_past(MOST)))
+
+
 @SHAPES
 @pytest.mark.parametrize("past", [16_384, 70 * 64 + 8192])
 def test_sparse_prompts_choose_and_attend_in_fp8(
