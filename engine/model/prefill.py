@@ -367,10 +367,8 @@ class LayerwisePrefill(Prefill):
         if self._rows is None:
             self._rows = self._begin_layer()
             self._dense = attention = self._model.attention
-            everything = self._model.model.window_of(self._layer) is None
-            if (
-                everything and len(self.slots) == 1 and isinstance(attention, BlockAttention)
-            ):  # of a pack no token is before it
+            reads_past = len(self.slots) == 1 and self._model.model.window_of(self._layer) is None  # a pack has none
+            if reads_past and isinstance(attention, BlockAttention):
                 self._fp8 = attention.fp8_past(self.tokens)
                 self._dense = partial(attention, past=self._fp8)
         start = self._row
