@@ -8,7 +8,7 @@ from typing import Any
 
 from kvseek.bench.variants import parse_variants
 
-from .results import CHUNKS, METHODS, NEEDLE, SPARSE, K, Results, Rows, Tables, one
+from .results import CHUNKS, FP8, METHODS, NEEDLE, SPARSE, K, Results, Rows, Tables, one
 
 TASKS = {  # of the suite needle, and their headings
     "niah_single": "single",
@@ -51,10 +51,12 @@ def counted(cell: dict[str, Any]) -> str:
 
 
 def sparse_answers(results: Results) -> Rows:
-    cells = results("needle-sparse-h100")["cells"]
+    """Right answers of dense and sparse prompts, in 16 bits and in FP8."""
+    cells = [cell for name in ("needle-sparse-h100", "needle-fp8-h200") for cell in results(name)["cells"]]
     lengths = (32 * K, 130_048)
     yield ("", *(f"{length:,} tokens" for length in lengths))
-    for engine in ("full", *(f"{m}{SPARSE}{chunks}" for chunks in ("", CHUNKS) for m in ("full", "pariskv"))):
+    wide = [f"{method}{SPARSE}{chunks}" for chunks in ("", CHUNKS) for method in ("full", "pariskv")]
+    for engine in ("full", *wide, f"full{FP8}", f"full{FP8}{SPARSE.replace(':', ',')}{CHUNKS}"):
         found = [[c for c in cells if (c["engine"], c["length"]) == (engine, length)] for length in lengths]
         yield (f"`{engine}`", *(_answers(some) if some else "" for some in found))
 

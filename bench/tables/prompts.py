@@ -7,16 +7,16 @@ from typing import Any
 from .answers import counted
 from .results import CHUNKS, SPARSE, K, Results, Rows, Tables, one
 
-FP8 = ":weight_only_precision=fp8,prefill_precision=fp8"
+WITH_WEIGHTS = ":weight_only_precision=fp8,prefill_precision=fp8"
 PROMPTS = (
     ("prefill-sparse-h200", "full"),
     ("prefill-chunks-h200", "full" + ":prefill_chunk_tokens=4096"),
     ("prefill-sparse-h200", "full" + SPARSE),
     ("prefill-sparse-h200", "full" + SPARSE + ",block_sparse.samples=8"),
     ("prefill-chunks-h200", "full" + SPARSE + CHUNKS),
-    ("prefill-fp8-h200", "full" + FP8),
-    ("prefill-fp8-h200", "full" + FP8 + SPARSE.replace(":", ",") + CHUNKS),
-    ("prefill-fp8-h200", "full" + FP8 + SPARSE.replace(":", ",") + CHUNKS + ",block_sparse.query_block=256"),
+    ("prefill-fp8-h200", "full" + WITH_WEIGHTS),
+    ("prefill-fp8-h200", "full" + WITH_WEIGHTS + SPARSE.replace(":", ",") + CHUNKS),
+    ("prefill-fp8-h200", "full" + WITH_WEIGHTS + SPARSE.replace(":", ",") + CHUNKS + ",block_sparse.query_block=256"),
 )
 PROMPT_TOKENS = (32 * K, 128 * K, 512 * K)
 

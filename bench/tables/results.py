@@ -16,6 +16,7 @@ METHODS = ("full", "nested", "pariskv", "prkv", "clusterkv", "ctkvr")
 INT8 = "nested:weight_only_precision=int8"
 SPARSE = ":prefill_attention=block_sparse"
 CHUNKS = ",prefill_chunk_tokens=4096"
+FP8 = ":prefill_precision=fp8"
 NEEDLE = ("needle-gpu-32k-layers-together", "needle-h100-128k-layers-together")
 Row = tuple[str, ...]
 Rows = Iterable[Row]  # headings first

@@ -80,7 +80,9 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
         mixtures = config.model.experts
         experts = None if mixtures is None else expert_kernels(config, kernels, mixtures)
         rows = logits_at_once(config.model)
-        products = KernelProducts(few, chunk, rows, fp8_prompts=fp8, experts=experts)
+        # Weights of other forms have no products in FP8.
+        fp8_prompts = fp8 and config.weight_only_precision == "fp8"
+        products = KernelProducts(few, chunk, rows, fp8_prompts=fp8_prompts, experts=experts)
     if ranks is None:
         return products
     parts = RankProducts if config.model.post_norms else RankPartProducts

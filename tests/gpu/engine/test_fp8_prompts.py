@@ -119,7 +119,7 @@ def test_it_is_causal_attention(
     attention = make(kernels, dim, group)
     queries = torch.randn(q, KV_HEADS * group, dim, device=device).bfloat16().transpose(0, 1)
     keys, values = rows(device, past + q, dim, 2.0, centre), rows(device, past + q, dim, 0.01)
-    found = attention(queries, keys, values, dim**-0.5, attention.fp8_past(past + q))
+    found = attention(queries, keys, values, dim**-0.5, past=attention.fp8_past(past + q))
     assert error(found, definition(queries, keys, values)) < TOLERANCE
 
 
@@ -135,7 +135,7 @@ def test_a_query_gives_the_same_bits_whatever_the_chunks(
     def read(borders: tuple[int, ...]) -> Tensor:
         past = attention.fp8_past(n)
         chunks = [(queries[:, a:b], keys[:, :b], values[:, :b]) for a, b in pairwise(borders)]
-        return torch.cat([attention(*chunk, dim**-0.5, past) for chunk in chunks])
+        return torch.cat([attention(*chunk, dim**-0.5, past=past) for chunk in chunks])
 
     whole = read((*range(0, n, 2048), n))
     for borders in ((0, n), (0, 1, 700, 2049, 5000, 8191, 8192, n - 30, n), (0, 8448, n - 1, n)):
