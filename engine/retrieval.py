@@ -239,12 +239,12 @@ class Retrieval:
             Cached tokens that one KV head attends to in the step, averaged over the layers.
         """
         self.refresh_seconds = 0.0
-        if self.cache.states is not None and self.cache.states.layers and len(set(slots)) < len(slots) - MOST_DRAFTED:
+        if self.cache.states is not None and len(set(slots)) < len(slots) - MOST_DRAFTED:
             most = max(Counter(slots).values())
             if most > 1 + MOST_DRAFTED:
                 raise KvseekError(
-                    f"slots = {list(slots)}: one occurs {most} times: must be at most {1 + MOST_DRAFTED} with Gated DeltaNet "
-                    "layers, which keep the inputs of so many tokens"
+                    f"slots = {list(slots)}: one occurs {most} times: must be at most {1 + MOST_DRAFTED} with "
+                    f"{self.config.model.without_rows}, which have room for so many tokens of a step"
                 )
         self.cache.begin_step(slots, self.indexes)
         lengths, regions = [self.cache.lengths[slot] for slot in slots], self._regions.get(tuple(slots))

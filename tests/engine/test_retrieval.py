@@ -345,10 +345,16 @@ def test_parts_cover_a_step_of_the_gpu(directories: dict[str, Path]) -> None:
     assert [(layer, slots) for layer, slots, _, _ in notes.selections] == [(layer, [0, 1]) for layer in WATCHED]
 
 
-def test_a_hybrids_step_takes_eight_tokens_of_a_slot(random_model: RandomModel, build_engine: BuildEngine) -> None:
-    decoder = Engine.load(build_engine(random_model("qwen3_5"), "full")).decoder
+@pytest.mark.parametrize(
+    ("architecture", "layers"), [("qwen3_5", "Gated DeltaNet layers"), ("gemma3", "sliding windows")]
+)
+def test_a_step_takes_eight_tokens_of_a_slot(
+    architecture: str, layers: str, random_model: RandomModel, build_engine: BuildEngine
+) -> None:
+    """A ring has no room for more, which would be written over rows that the first of them attends to."""
+    decoder = Engine.load(build_engine(random_model(architecture), "full")).decoder
     run_prefill(decoder, 1, [5, 6, 7], 10)
     tokens = list(decoder.cache.tokens)
-    with pytest.raises(KvseekError, match=r"one occurs 9 times: must be at most 8 with Gated DeltaNet layers"):
+    with pytest.raises(KvseekError, match=rf"one occurs 9 times: must be at most 8 with {layers}"):
         decoder.decode([9] * 9, [1] * 9)
     assert decoder.cache.tokens == tokens

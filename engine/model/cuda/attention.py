@@ -63,7 +63,7 @@ from kvseek.kernels.cuda.attention.merge_attention import PartialAttention, merg
 
 CUDNN_AND_FLASH, FLASH = "cuDNN and flash attention", "flash attention"
 MEMORY_EFFICIENT = "PyTorch's memory-efficient attention"
-FLASH_KEYS, MOST_FLASH_CHANNELS = 256, 256  # keys that all blocks of the kernel divide; of a head
+FLASH_KEYS = 256  # that all blocks of the kernel divide
 OF_THE_CPU = {"native": "kvseek's kernel", "reference": "PyTorch's flash attention for CPUs"}
 
 logger = logging.getLogger(__name__)
@@ -221,8 +221,7 @@ class PromptAttention:
 
         Keys begin at a multiple of the flash kernel's blocks, so that these are the same however a prompt is cut.
         """
-        dim, device = queries.shape[2], queries.device
-        if self.dtype is torch.float32 or dim % 8 or dim > MOST_FLASH_CHANNELS:
+        if self.dtype is torch.float32:
             if len(borders) == 2:
                 return windowed_attention(queries, keys, values, scaling, window)
             spans = [slice(*span) for span in pairwise(borders)]
@@ -234,7 +233,7 @@ class PromptAttention:
             keys, values = keys[:, first:], values[:, first:]
             of_queries, borders = (0, queries.shape[1]), (0, keys.shape[1])
         if self._latest is None or self._latest[0] != (of_queries, borders):  # layers follow each other
-            tensors = [to_device(torch.tensor(one), torch.int32, device) for one in (of_queries, borders)]
+            tensors = [to_device(torch.tensor(one), torch.int32, queries.device) for one in (of_queries, borders)]
             self._latest = (of_queries, borders), (tensors[0], tensors[1])
         most = max(stop - first for first, stop in pairwise(borders))
         return windowed_flash(queries, keys, values, self._latest[1], most, scaling, window)
