@@ -39,7 +39,7 @@ from kvseek.engine.model.cpu import HostProducts, bfloat16_works
 from kvseek.engine.model.experts import GatedProduct, LoopedExperts
 from kvseek.engine.model.layer import Head, Layer, Linear, Product, Products
 from kvseek.engine.model.library_attention import causal_attention_device
-from kvseek.engine.model.reference import TorchOperations, causal_attention
+from kvseek.engine.model.reference import TorchOperations, causal_attention, scaled
 from kvseek.engine.model.weights import EXPERTS, SHARED, list_weights, load_weights
 from kvseek.engine.tokenizer import Tokenizer
 from kvseek.kernels.reference.delta_net import DeltaPrompt, read_prompts
@@ -239,7 +239,7 @@ class WindowedText:
         record : dict of str to Tensor, optional
             Receives the sums of the squares of each input of the layers' matrices, [1 or experts, inputs], by the names of these.
         """
-        hidden = F.embedding(self.ids, embedding).to(self.device) * self.model.embedding_scale
+        hidden = scaled(F.embedding(self.ids, embedding).to(self.device), self.model)
         local = LocalRotation(self.model, self.device) if self.model.local_rope_theta is not None else None
         rope, kv_heads, dim = RotaryEmbedding(self.model, self.device), self.model.num_kv_heads, self.model.head_dim
         attention = causal_attention_device if self.device.type == "cuda" else causal_attention

@@ -244,7 +244,7 @@ class Retrieval:
             if most > 1 + MOST_DRAFTED:
                 raise KvseekError(
                     f"slots = {list(slots)}: one occurs {most} times: must be at most {1 + MOST_DRAFTED} with "
-                    f"{self.config.model.without_rows}, whose rings have room for so many tokens"
+                    f"{self.config.model.without_rows}, which have room for so many tokens of a step"
                 )
         self.cache.begin_step(slots, self.indexes)
         lengths, regions = [self.cache.lengths[slot] for slot in slots], self._regions.get(tuple(slots))

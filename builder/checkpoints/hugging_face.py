@@ -31,7 +31,8 @@ LEAVE_OUT = "nothing can draft with it: leave it out"
 DRAFTING = "mtp."  # what tensors of a multi-token-prediction head begin with
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")  # a tensor of one expert
 # What tensors of models that also read images begin with: Qwen's, and Gemma's.
-IMAGES = ("model.visual.", "vision_tower.", "multi_modal_projector.")
+OF_GEMMA = "vision_tower.", "multi_modal_projector."
+IMAGES = ("model.visual.", *OF_GEMMA, *(f"model.{name}" for name in OF_GEMMA))
 TEXT = {"model.language_model.": "model.", "language_model.model.": "model."}  # and what those of text alone begin with
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 

@@ -126,9 +126,9 @@ def window_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
     return rows * 2 * model.head_dim * dtype.itemsize
 
 
-def ring_rows(model: ModelConfig) -> int:
+def ring_rows(model: ModelConfig, drafted: int = MOST_DRAFTED) -> int:
     """Return the rows of a slot in a layer with a window: also of a step's tokens behind the first, which may be taken back."""
-    return min((model.sliding_window or 0) + MOST_DRAFTED, model.max_position_embeddings)
+    return min((model.sliding_window or 0) + drafted, model.max_position_embeddings)
 
 
 def state_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
@@ -140,7 +140,8 @@ def slot_state_bytes(model: ModelConfig, dtype: torch.dtype, drafted: int = MOST
     """Return the bytes of a slot's states in all layers that keep no rows, with room for so many tokens of a draft."""
     states = model.delta_net
     if states is None:
-        return len(model.window_layers) * model.num_kv_heads * ring_rows(model) * 2 * model.head_dim * dtype.itemsize
+        rows = len(model.window_layers) * model.num_kv_heads * ring_rows(model, drafted)
+        return rows * 2 * model.head_dim * dtype.itemsize
     recurrent = states.values * states.key_head_dim * torch.float32.itemsize
     inputs = states.ring_rows(drafted) * (states.channels + 2 * states.num_value_heads) * dtype.itemsize
     return len(states.layers) * (recurrent + inputs + states.num_value_heads * torch.int32.itemsize)

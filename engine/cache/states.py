@@ -116,7 +116,7 @@ class States:
         """
         for slot in slots:
             self._behind.pop(slot, None)
-        if len(set(slots)) < len(slots):
+        if self.layers and len(set(slots)) < len(slots):
             counts = Counter(slots)
             self._behind.update((slot, tokens[slot] - count + 1) for slot, count in counts.items() if count > 1)
 
@@ -163,12 +163,12 @@ class States:
     def take(self, slot: int, tokens: int, most: int) -> None:
         """Make a pending snapshot of a slot after `tokens` of its `most` tokens, if steps have brought some of them.
 
-        There is none if the states have had later tokens.
+        There is none if the states have had later tokens, or the rings more of them than they have room for.
 
         After a prompt's own tokens alone, that after its last whole block does: from there on others compute the same to the bit.
         """
-        there = self._behind.get(slot, most) <= tokens <= most
-        if there and self.most_snapshots and tokens > self._prompts.get(slot, 0):
+        least = most - MOST_DRAFTED if self.rings else self._behind.get(slot, most)
+        if least <= tokens <= most and self.most_snapshots and tokens > self._prompts.get(slot, 0):
             snapshot = self.pending.setdefault(slot, {})[tokens] = Snapshot(tokens)
             if slot in self._behind:
                 self.catch_up(slot, tokens)

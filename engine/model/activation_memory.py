@@ -25,6 +25,7 @@ from kvseek.engine.model.prompt_windows import (
     row_tokens,
     window_tokens,
 )
+from kvseek.engine.model.reference import MASKED_QUERIES
 from kvseek.kernels.reference.delta_net import GROUPS
 from kvseek.plugins.contract import LAST_QUERIES
 from kvseek.plugins.registry import method_traits
@@ -49,12 +50,16 @@ def prefill_bytes(config: EngineConfig, dtype: torch.dtype, tokens: int) -> int:
     elements += 2 * config.model.num_kv_heads * config.model.head_dim * (row_tokens(config, tokens) - tokens)
     if dtype is torch.float32:
         elements += 2 * tokens * queries  # keys and values of every query head (library_attention.py)
+        if config.model.window_layers:  # scores of a block, before and after their softmax
+            seen = min(tokens, MASKED_QUERIES + (config.model.sliding_window or 0))
+            elements += 3 * MASKED_QUERIES * seen * config.model.num_heads
     sparse = sparse_bytes(config, dtype, tokens, chunk) if config.prefill_attention == "block_sparse" else 0
     return elements * dtype.itemsize + TOKEN_BYTES * tokens * plans + sparse + _fp8_bytes(config, tokens)
 
 
 def _fp8_bytes(config: EngineConfig, tokens: int) -> int:
     """Count the bytes of a layer's keys and values in FP8."""
+    tokens = row_tokens(config, tokens)
     return 2 * tokens * config.model.num_kv_heads * config.model.head_dim * (config.prefill_precision == "fp8")
 
 

@@ -51,7 +51,7 @@ from .decoder import Decoder
 from .layer import Linear, Product, Products, WeightsModel
 from .mtp import MtpHead
 from .prefill import Stream
-from .reference import CausalAttention, LayerOperations
+from .reference import CausalAttention, LayerOperations, scaled
 
 ONEDNN_LIMIT = "ONEDNN_MAX_CPU_ISA"  # environment variable that oneDNN reads when it is first used
 WITHOUT_AMX = "AVX512_CORE_BF16"
@@ -392,7 +392,8 @@ class TorchModel(WeightsModel):
         Returns float32 [requests, vocabulary].
         """
         mark = self.retrieval.observer.op_launched
-        x, rotation = self.scaled(self.embed(batch.column("token"))), self.rope.at(batch.column("position").tolist())
+        x = scaled(self.embed(batch.column("token")), self.model)
+        rotation = self.rope.at(batch.column("position").tolist())
         mark("begin")
         x = x + self.decode_layers(batch, x, rotation, attend, mark)
         if self.mtp is not None and self.mtp.used:

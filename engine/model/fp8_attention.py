@@ -7,7 +7,7 @@ A number of FP8 is as exact, relative to itself, at any scale, but keys of a hea
 than what tells keys apart. So the mean of a prompt's first keys is subtracted from all of them, which changes no softmax
 (SageAttention, arXiv 2410.02367, section 4.2). Each channel of keys and values has a scale, a power of two that leaves room for
 larger ones than the first; queries have the reciprocal of the keys'. Both follow from the prompt's first tokens, so that a row is
-rounded alike however the prompt is read. Numbers beyond the room are cut, which the log tells once.
+rounded alike however the prompt is read. Numbers beyond the room are clipped, of which the log warns once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ NAMES = (
 UIDS = {name: number for number, name in enumerate(NAMES, start=1)}
 REMEDY = "pip install 'kvseek[cuda]', or build without --prefill_precision"
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -54,14 +53,14 @@ class Fp8Past:
 
     Parameters
     ----------
-    cut : Tensor, int32 [1]
+    clipped : Tensor, int32 [1]
         Becomes 1 if a number is too large for FP8.
-    tokens : int
-        Of the prompt.
+    spacing : int
+        Tokens from a KV head's rows to the next one's, at least the prompt's: few numbers, as cuDNN compiles for each.
 
     Attributes
     ----------
-    keys, values : Tensor, float8_e4m3fn [G, tokens, D]
+    keys, values : Tensor, float8_e4m3fn [G, spacing, D]
     centres : Tensor, the model's dtype [G, D]
         What is subtracted from keys.
     query_scales, value_scales : Tensor, float32 [H, D]
@@ -74,15 +73,17 @@ class Fp8Past:
     query_scales: Tensor
     value_scales: Tensor
 
-    def __init__(self, kernels: CudaKernels, cut: Tensor, kv_heads: int, group: int, tokens: int, dim: int) -> None:
-        self._kernels, self._cut, self._group, self._shape = kernels, cut, group, (kv_heads, tokens, dim)
+    def __init__(
+        self, kernels: CudaKernels, clipped: Tensor, kv_heads: int, group: int, spacing: int, dim: int
+    ) -> None:
+        self._kernels, self._clipped, self._group, self._shape = kernels, clipped, group, (kv_heads, spacing, dim)
         self._scales: tuple[Tensor, Tensor] | None = None
         self._rounded = 0  # tokens that are
 
     def extend(self, keys: Tensor, values: Tensor, stop: int) -> None:
         """Round what is not yet of the tokens before `stop`: keys and values [G, n, D] of the whole prompt, as far as it is read.
 
-        `stop` is at least SHORTEST_BLOCK when this is first called.
+        The first call, with at least SHORTEST_BLOCK tokens unless a sparse prompt has a smaller budget, fixes the scales.
         """
         if self._scales is None:
             self._scales = self._scale(keys[:, :SHORTEST_BLOCK], values[:, :SHORTEST_BLOCK])
@@ -90,8 +91,8 @@ class Fp8Past:
         if stop <= self._rounded:
             return
         span, (of_keys, of_values) = slice(self._rounded, stop), self._scales
-        round_to_fp8(self._kernels, keys[:, span], self.keys[:, span], self._cut, self.centres, of_keys)
-        round_to_fp8(self._kernels, values[:, span], self.values[:, span], self._cut, None, of_values)
+        round_to_fp8(self._kernels, keys[:, span], self.keys[:, span], self._clipped, self.centres, of_keys)
+        round_to_fp8(self._kernels, values[:, span], self.values[:, span], self._clipped, None, of_values)
         self._rounded = stop
 
     def centred(self, keys: Tensor) -> Tensor:
@@ -102,13 +103,13 @@ class Fp8Past:
         """Round queries [H, q, D], filled up with what nobody reads: float8_e4m3fn [H, filled, D]."""
         heads, q, dim = queries.shape
         found = torch.empty(filled, heads, dim, dtype=FP8, device=queries.device).transpose(0, 1)
-        round_to_fp8(self._kernels, queries, found[:, :q], self._cut, None, self.query_scales)
+        round_to_fp8(self._kernels, queries, found[:, :q], self._clipped, None, self.query_scales)
         return found
 
     def rounded_samples(self, queries: Tensor) -> Tensor:
         """Round queries [G, r, D], each of any head that has this KV head: float8_e4m3fn [G, r, D]."""
         found = torch.empty_like(queries, dtype=FP8)
-        round_to_fp8(self._kernels, queries, found, self._cut, None, self.query_scales[:: self._group].contiguous())
+        round_to_fp8(self._kernels, queries, found, self._clipped, None, self.query_scales[:: self._group].contiguous())
         return found
 
     def rounded_blocks(self, queries: Tensor) -> Tensor:
@@ -153,8 +154,9 @@ class Fp8Attention:
         self._cudnn, self._device = cudnn, device
         with torch.cuda.device(device):
             self._handle = cudnn.create_handle()
+        # With their work spaces: units of prompts follow each other on one stream.
         self._graphs: dict[tuple[Any, ...], tuple[Any, Tensor]] = {}
-        self.cut, self._told = torch.zeros(1, dtype=torch.int32, device=device), False
+        self.clipped, self._warned = torch.zeros(1, dtype=torch.int32, device=device), False
         # What cuDNN multiplies with: 1, and the scale of probabilities and its reciprocal. It also wants to tell the largest
         # probability and output.
         self._one, self._scale, self._descale, self._unread = (
@@ -195,13 +197,13 @@ class Fp8Attention:
             graph.execute({UIDS[name]: one.data_ptr() for name, one in given.items()}, work.data_ptr(), self._handle)
         return output, lse.squeeze(3)
 
-    def tell(self) -> None:
-        """Say once if numbers were cut; waits for the current stream."""
-        if not self._told and self.cut.item():
-            self._told = True
+    def warn_of_clipping(self) -> None:
+        """Log once if numbers were clipped; waits for the current stream."""
+        if not self._warned and self.clipped.item():
+            self._warned = True
             logger.warning(
-                "prefill_precision = 'fp8' has cut queries, keys or values of prompts that are too large for FP8: answers may be "
-                "wrong; build without it"
+                "prefill_precision = 'fp8' has clipped queries, keys or values of prompts that are too large for FP8: answers "
+                "may be wrong; build without it"
             )
 
     def _build(self, tensors: tuple[Tensor, ...], scaling: float) -> tuple[Any, Tensor]:
@@ -231,9 +233,9 @@ class Fp8Attention:
             graph.check_support()
             graph.build_plans()
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-            dim, reason = tensors[0].shape[3], str(error).splitlines()[0]
+            (queries, keys), reason = (tuple(one.shape) for one in tensors[:2]), str(error).splitlines()[0]
             raise ConfigError(
-                f"prefill_precision = 'fp8': cuDNN refuses to attend with heads of {dim} channels ({reason}); build without it"
+                f"prefill_precision = 'fp8': cuDNN refuses queries {queries} with keys {keys} ({reason}); build without it"
             ) from None
         size = max(1, graph.get_workspace_size())
         return graph, torch.empty(size, dtype=torch.uint8, device=self._device)

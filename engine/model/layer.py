@@ -38,7 +38,7 @@ from .prefill import (
     Prompts,
     Stream,
 )
-from .reference import CausalAttention, LayerOperations, rms_norm
+from .reference import CausalAttention, LayerOperations, rms_norm, scaled
 from .weights import POST_NORMS, ROUTER
 
 if TYPE_CHECKING:
@@ -338,7 +338,7 @@ def catch_up(
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """Compute gelu(gate) * up [rows, intermediate] from gate_up [rows, 2 * intermediate], GELU by a tanh."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def _delta_parameters(
@@ -429,8 +429,6 @@ class WeightsModel(LayerwiseModel[Stream]):
             states.catch_up = partial(catch_up, ops, own, states.layers, table)
         device = retrieval.cache.window.device
         self.local = LocalRotation(self.model, device) if self.model.local_rope_theta is not None else None
-        # transformers rounds the factor to the dtype of what it multiplies.
-        self._embedding_scale = float(torch.tensor(self.model.embedding_scale, dtype=retrieval.cache.window.dtype))
 
     @abstractmethod
     def rotate(self, start: int, stop: int, length: int) -> Rotation:
@@ -442,16 +440,13 @@ class WeightsModel(LayerwiseModel[Stream]):
         return super().prefill(prompts, on_logits)
 
     def begin_prompt(self, prefill: Prefill) -> Stream:
-        residual = self.scaled(self.embed(to_device(prefill.ids, torch.int64, self.retrieval.cache.window.device)))
+        ids = to_device(prefill.ids, torch.int64, self.retrieval.cache.window.device)
+        residual = scaled(self.embed(ids), self.model)
         stream = Stream.begin(residual, prefill.borders, self.rotate, self.model.short_reach)
         if self.local is None or stream.rotation is None:
             return stream
         positions = [place for first, stop in pairwise(prefill.borders) for place in range(stop - first)]
         return replace(stream, local=self.local(to_device(positions, torch.int64, residual.device)))
-
-    def scaled(self, embeddings: Tensor) -> Tensor:
-        """Multiply embeddings [tokens, hidden] with their factor."""
-        return embeddings if self._embedding_scale == 1 else embeddings * self._embedding_scale
 
     def _local_rotation(self, prompt: Stream, start: int, stop: int) -> Rotation:
         """Return the rotation of rows start .. stop - 1 in layers with a window."""

@@ -73,7 +73,7 @@ class MtpHead:
         norms = (weights[f"mtp.{name}norm.weight"] for name in ("embedding_", "hidden_", ""))
         self._embedding_norm, self._hidden_norm, self._norm = norms
         self._rope = RotaryEmbedding(model, embed.weight.device)
-        self._scaling, self._kv_heads = model.head_dim**-0.5, model.num_kv_heads
+        self._scaling, self._kv_heads = model.scaling, model.num_kv_heads
         rows = SINK + WINDOW
         self._window = torch.zeros(slots, model.num_kv_heads, rows, 2, model.head_dim, dtype=dtype)
         self._positions = torch.full((slots, rows), -1)  # of the pair whose key and value each row has; -1: none

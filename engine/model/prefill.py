@@ -343,7 +343,7 @@ class LayerwisePrefill(Prefill):
     def finish(self) -> Tensor:
         logits, attention = super().finish(), self._model.attention
         if isinstance(attention, BlockAttention) and attention.fp8 is not None:
-            attention.fp8.tell()
+            attention.fp8.warn_of_clipping()
         return logits
 
     @property
@@ -366,12 +366,9 @@ class LayerwisePrefill(Prefill):
             return self._advance_states(max_tokens)
         if self._rows is None:
             self._rows = self._begin_layer()
-            self._dense = attention = self._model.attention
-            everything = self._model.model.window_of(self._layer) is None
-            if (
-                everything and len(self.slots) == 1 and isinstance(attention, BlockAttention)
-            ):  # of a pack no token is before it
-                self._fp8 = attention.fp8_past(self.tokens)
+            attention, window = self._model.attention, self._model.model.window_of(self._layer)
+            if window is None and len(self.slots) == 1 and isinstance(attention, BlockAttention):
+                self._fp8 = attention.fp8_past(row_tokens(self._model.config, self.tokens))
                 self._dense = partial(attention, past=self._fp8)
         start = self._row
         size = max_tokens if self._model.reads_packs else self._model.config.prefill_chunk_tokens
@@ -489,7 +486,8 @@ class LayerwisePrefill(Prefill):
             self.retrieval.store_layer(self._rows_before, self.slots[0], keys, values, last)
         self._rows_before, self._states_before = self._rows_before + (not windowed), self._states_before + windowed
         self._layer, self._row = self._layer + 1, self._first
-        self._rows, self._fp8, self._queries = None, None, []  # freed before the next layer allocates its own
+        # Freed before the next layer allocates its own.
+        self._rows, self._fp8, self._dense, self._queries = None, None, self._model.attention, []
 
     def _score(self) -> None:
         """Compute the logits of the next unit of rows, and pass them to their callbacks."""

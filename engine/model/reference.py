@@ -121,6 +121,12 @@ def rms_norm(x: Tensor, weight: Tensor, model: ModelConfig) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, model.rms_norm_eps)
 
 
+def scaled(embeddings: Tensor, model: ModelConfig) -> Tensor:
+    """Multiply embeddings [tokens, hidden] in place with their factor, which transformers rounds to their dtype."""
+    factor = model.embedding_scale
+    return embeddings if factor == 1 else embeddings.mul_(torch.tensor(factor, dtype=embeddings.dtype).item())
+
+
 MASKED_QUERIES = 512  # of a block that attends with a window: the mask has as many rows
 LayerOperations = TorchOperations | CompiledOperations
 
@@ -156,7 +162,7 @@ class BlockAttention(Protocol):
     ) -> Tensor:
         """See PromptAttention (engine/model/cuda/attention.py)."""
 
-    def fp8_past(self, tokens: int) -> Fp8Past | None:
+    def fp8_past(self, spacing: int) -> Fp8Past | None:
         """See PromptAttention."""
 
     def attend_in_blocks(

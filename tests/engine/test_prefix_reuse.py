@@ -28,6 +28,7 @@ from tests.support.long_prompts import (
 )
 from tests.support.prefill import run_to_end
 from tests.support.random_models import WINDOWS, save_random_model
+from tests.support.steps_ahead import run_ahead
 from torch import Tensor
 
 from kvseek.core.request import FinishReason, Request, RequestStatistics, SamplingConfig
@@ -194,6 +195,18 @@ def test_a_hybrid_goes_on_from_the_last_states_that_are_kept(hybrid: Callable[..
     turn = DOCUMENT + tuple(plain(Request(DOCUMENT, 12))) + (4,) * 30
     ((_, statistics),) = ask(engine, Request(turn, 4))
     assert statistics.reused_tokens == len(DOCUMENT) + 11, "the end of the first request, whose last token has no rows"
+
+
+def test_rings_have_room_for_steps_that_were_launched_ahead(hybrid: Callable[..., Engine]) -> None:
+    """As on a GPU: the step behind an end token has been launched. A hybrid's states then have had a token too many."""
+    engine, answer = hybrid(), tuple(range(50, 70))
+    decoder, turn = run_ahead(engine), Request(DOCUMENT + answer[:6] + (4,) * 30, 12)
+    ask(engine, Request(DOCUMENT, 20, SamplingConfig(forced_tokens=answer), end_ids=answer[6:7]))
+    assert decoder.launches
+    ((tokens, statistics),) = ask(engine, turn)
+    assert tokens == known_answers(hybrid(reuse=False))(turn)
+    states = engine._cache.states
+    assert statistics.reused_tokens == (len(DOCUMENT) + 6 if states and states.rings else 2240)
 
 
 def test_a_hybrids_requests_that_come_together_share_states(hybrid: Callable[..., Engine]) -> None:

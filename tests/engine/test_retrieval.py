@@ -345,13 +345,16 @@ def test_parts_cover_a_step_of_the_gpu(directories: dict[str, Path]) -> None:
     assert [(layer, slots) for layer, slots, _, _ in notes.selections] == [(layer, [0, 1]) for layer in WATCHED]
 
 
-@pytest.mark.parametrize(("model", "layers"), [("qwen3_5", "Gated DeltaNet layers"), ("gemma3", "sliding windows")])
-def test_rings_take_eight_tokens_of_a_slot(
-    model: str, layers: str, random_model: RandomModel, build_engine: BuildEngine
+@pytest.mark.parametrize(
+    ("architecture", "layers"), [("qwen3_5", "Gated DeltaNet layers"), ("gemma3", "sliding windows")]
+)
+def test_a_step_takes_eight_tokens_of_a_slot(
+    architecture: str, layers: str, random_model: RandomModel, build_engine: BuildEngine
 ) -> None:
-    decoder = Engine.load(build_engine(random_model(model), "full")).decoder
+    """A ring has no room for more, which would be written over rows that the first of them attends to."""
+    decoder = Engine.load(build_engine(random_model(architecture), "full")).decoder
     run_prefill(decoder, 1, [5, 6, 7], 10)
     tokens = list(decoder.cache.tokens)
-    with pytest.raises(KvseekError, match=f"one occurs 9 times: must be at most 8 with {layers}"):
+    with pytest.raises(KvseekError, match=rf"one occurs 9 times: must be at most 8 with {layers}"):
         decoder.decode([9] * 9, [1] * 9)
     assert decoder.cache.tokens == tokens

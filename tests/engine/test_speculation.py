@@ -68,8 +68,8 @@ def make(random_model: RandomModel, build_engine: BuildEngine) -> Make:
 
 
 @pytest.fixture(scope="module")
-def models(make: Make, hybrid: Make) -> dict[str, Make]:
-    return {"llama": make, "hybrid": hybrid}
+def models(make: Make, hybrid: Make, windows: Make) -> dict[str, Make]:
+    return {"llama": make, "hybrid": hybrid, "windows": windows}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,13 @@ def hybrid(random_model: RandomModel, build_engine: BuildEngine) -> Make:
     """Two layers have rows, and the one between them a state."""
     kinds = {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]}
     return Make(random_model("qwen3_5", **SHAPE | kinds, **HEADS), build_engine)
+
+
+@pytest.fixture(scope="module")
+def windows(random_model: RandomModel, build_engine: BuildEngine) -> Make:
+    """Two of three layers have a window, which is shorter than the prompts."""
+    kinds = WINDOWS | {"num_hidden_layers": 3, "head_dim": 32}
+    return Make(random_model("qwen3", **SHAPE | kinds, **HEADS), build_engine)
 
 
 def answers(engine: Engine, requests: Sequence[Request], *, preempted: bool = False) -> list[Answer]:
@@ -159,10 +166,10 @@ def test_preempted_requests_and_reused_beginnings(method: str, make: Make) -> No
     check_reuse(method, make)
 
 
-@pytest.mark.parametrize("method", ["full", "nested"])
-def test_states_that_are_reused_have_what_was_accepted(method: str, hybrid: Make) -> None:
+@pytest.mark.parametrize(("model", "method"), [("hybrid", "full"), ("hybrid", "nested"), ("windows", "nested")])
+def test_states_that_are_reused_have_what_was_accepted(model: str, method: str, models: dict[str, Make]) -> None:
     """Requests go on from snapshots of where others ended, in the middle of drafts."""
-    engine = check_reuse(method, hybrid)
+    engine = check_reuse(method, models[model])
     assert engine._prefixes.counts.reused_tokens > 3000, "up to where the first requests ended"
 
 
@@ -186,7 +193,7 @@ def check_reuse(method: str, make: Make) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize(("model", "acceptance"), [("llama", 0.0), ("llama", 0.8), ("hybrid", 0.8)])
+@pytest.mark.parametrize(("model", "acceptance"), [("llama", 0.0), ("llama", 0.8), ("hybrid", 0.8), ("windows", 0.8)])
 def test_engines_that_run_ahead_collect_before_they_draft(
     model: str, acceptance: float, models: dict[str, Make]
 ) -> None:
@@ -219,10 +226,9 @@ def test_the_decoder_of_a_gpu_verifies(model: str, method: str, models: dict[str
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_layers_with_windows_verify(device: str, random_model: RandomModel, build_engine: BuildEngine) -> None:
-    """Tokens that are taken back leave nothing in the rings, whose window is shorter than the prompts."""
-    model = random_model("qwen3", **SHAPE | WINDOWS | {"num_hidden_layers": 3, "head_dim": 32}, **HEADS)
-    directory = Make(model, build_engine).directory("full", "--kernels", "native" if device == "cpu" else "reference")
+def test_layers_with_windows_verify(device: str, windows: Make) -> None:
+    """Tokens that are taken back leave nothing in the rings."""
+    directory = windows.directory("full", "--kernels", "native" if device == "cpu" else "reference")
     plain = Engine.load(directory)
     expected, decoder = answers(plain, REQUESTS), make_decoder(directory) if device == "cuda" else plain.decoder
     engine = Engine(decoder.config, decoder, plain.tokenizer, speculation=Speculation())

@@ -46,7 +46,7 @@ class Work:
     """Bytes that one decode step moves, by part."""
 
     weights: float
-    states: float = 0.0  # read and written, of layers that keep no rows
+    states: float = 0.0  # of layers that keep no rows
     scan: float = 0.0
     rerank: float = 0.0
     device_rows: float = 0.0
@@ -107,9 +107,10 @@ def work(config: EngineConfig, step: Step, itemsize: int) -> Work:
     keys = heads * costs.reranked_keys  # a key is half a row
     away = (heads * costs.rows * (1 - step.hit_rate) + keys / 2) * on_host * row
     whole = heads * dense_on_host * step.retrieval * row
+    passes = 1.0 if model.window_layers else 2.0  # a ring is read; a step writes one row of it
     return Work(
         weights=float(matrix_bytes(config, step.batch)),
-        states=2.0 * step.batch * slot_state_bytes(model, getattr(torch, config.dtype), 0),
+        states=passes * step.batch * slot_state_bytes(model, getattr(torch, config.dtype), 0),
         scan=heads * selecting * costs.index_bytes,
         rerank=heads * selecting * costs.rerank_bytes + keys * (selecting - on_host) * row / 2,
         device_rows=at_home * row + heads * step.window * layers * window_row,

@@ -63,7 +63,7 @@ from kvseek.kernels.cuda.attention.merge_attention import PartialAttention, merg
 
 CUDNN_AND_FLASH, FLASH = "cuDNN and flash attention", "flash attention"
 MEMORY_EFFICIENT = "PyTorch's memory-efficient attention"
-FLASH_KEYS, MOST_FLASH_CHANNELS = 256, 256  # keys that all blocks of the kernel divide; of a head
+FLASH_KEYS = 256  # that all blocks of the kernel divide
 OF_THE_CPU = {"native": "kvseek's kernel", "reference": "PyTorch's flash attention for CPUs"}
 
 logger = logging.getLogger(__name__)
@@ -158,13 +158,12 @@ class PromptAttention:
             merge(self._kernels, parts, out[kept])
         return out
 
-    def fp8_past(self, tokens: int) -> Fp8Past | None:
-        """Make what keeps the rounded rows of a layer of a prompt of so many tokens; None: prompts are read in 16 bits."""
+    def fp8_past(self, spacing: int) -> Fp8Past | None:
+        """Make what keeps the rounded rows of a prompt in a layer, see Fp8Past; None: prompts are read in 16 bits."""
         if self.fp8 is None:
             return None
         model = self._model
-        sizes = model.num_kv_heads, model.group_size, tokens, model.head_dim
-        return Fp8Past(self._kernels, self.fp8.cut, *sizes)
+        return Fp8Past(self._kernels, self.fp8.clipped, model.num_kv_heads, model.group_size, spacing, model.head_dim)
 
     def _attend_fp8(
         self, queries: Tensor, past: Fp8Past, calls: Sequence[Blocks], scaling: float
@@ -200,7 +199,8 @@ class PromptAttention:
         for first, stop in pairwise(borders):
             if stop - first > self._window:
                 one_prompt = slice(first, stop)
-                out[one_prompt] = self(queries[:, one_prompt], keys[:, one_prompt], values[:, one_prompt], scaling)
+                own = queries[:, one_prompt], keys[:, one_prompt], values[:, one_prompt]
+                out[one_prompt] = self(*own, scaling, past=self.fp8_past(power_of_two(stop - first)))
         for one in self._pack[1]:
             filled = tokens.index_select(0, one.rows).view(one.number, one.size, heads, dim).transpose(1, 2)
             own_keys, own_values = (
@@ -221,8 +221,7 @@ class PromptAttention:
 
         Keys begin at a multiple of the flash kernel's blocks, so that these are the same however a prompt is cut.
         """
-        dim, device = queries.shape[2], queries.device
-        if self.dtype is torch.float32 or dim % 8 or dim > MOST_FLASH_CHANNELS:
+        if self.dtype is torch.float32:
             if len(borders) == 2:
                 return windowed_attention(queries, keys, values, scaling, window)
             spans = [slice(*span) for span in pairwise(borders)]
@@ -234,7 +233,7 @@ class PromptAttention:
             keys, values = keys[:, first:], values[:, first:]
             of_queries, borders = (0, queries.shape[1]), (0, keys.shape[1])
         if self._latest is None or self._latest[0] != (of_queries, borders):  # layers follow each other
-            tensors = [to_device(torch.tensor(one), torch.int32, device) for one in (of_queries, borders)]
+            tensors = [to_device(torch.tensor(one), torch.int32, queries.device) for one in (of_queries, borders)]
             self._latest = (of_queries, borders), (tensors[0], tensors[1])
         most = max(stop - first for first, stop in pairwise(borders))
         return windowed_flash(queries, keys, values, self._latest[1], most, scaling, window)

@@ -20,6 +20,7 @@ from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_er
 from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, Verification, draw_once, sampled
 from kvseek.engine.model.decoder import Decoder, PromptModel
 from kvseek.engine.model.layer import WeightsModel
+from kvseek.engine.model.reference import scaled
 from kvseek.engine.retrieval import Retrieval
 from kvseek.engine.row_recorder import NOBODY, RowsBySlot, Wanted
 from kvseek.kernels.cuda.layer.layer import LayerKernels
@@ -369,7 +370,7 @@ class KernelModel(WeightsModel):
     def run_layers(self, batch: Batch) -> StepResult:
         mark = self.retrieval.observer.op_launched
         x, rotation = self.ops.step_begin(batch, self.embed.weight, self.embed.first)
-        x = self.scaled(self.embed.complete(x))
+        x = scaled(self.embed.complete(x), self.model)
         mark("begin")
         delta = self.decode_layers(batch, x, rotation, partial(self.retrieval.attend, batch=batch), mark)
         logits = self.head.project(self.ops.add_rms_norm(x, delta, self.head.norm))

@@ -9,7 +9,7 @@ struct Fp8RowsArguments {
     const void* rows;         // Number [heads, tokens, D], strided as below
     const void* centres;      // Number [heads, D], subtracted from a head's rows; or null
     const void* scales;       // float [heads, D], by which the differences are multiplied; or null
-    int* cut;                 // becomes 1 if a number is beyond e4m3's largest
+    int* clipped;             // becomes 1 if a number is beyond e4m3's largest
     void* rounded;            // e4m3 [heads, tokens, D], strided as below
     long long head_stride;    // of rows, in numbers, a multiple of 8
     long long token_stride;   // likewise
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         found[i] = (numbers[i] - (a.centres ? centre[i] : 0.0f)) * (a.scales ? scales[i] : 1.0f);
         largest = fmaxf(largest, fabsf(found[i]));
     }
-    if (largest > LARGEST_ROUNDED) *a.cut = 1;
+    if (largest > LARGEST_ROUNDED) *a.clipped = 1;
 #if __CUDA_ARCH__ >= 890
     unsigned short pairs[4];
 #pragma unroll

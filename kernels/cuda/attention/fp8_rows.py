@@ -20,7 +20,7 @@ def round_to_fp8(
     kernels: CudaKernels,
     rows: Tensor,
     rounded: Tensor,
-    cut: Tensor,
+    clipped: Tensor,
     centres: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> None:
@@ -32,7 +32,7 @@ def round_to_fp8(
         The D numbers of a token and head are neighbours, at a multiple of 16 bytes.
     rounded : Tensor, float8_e4m3fn [heads, n, D]
         Likewise, at a multiple of 8 bytes.
-    cut : Tensor, int32 [1]
+    clipped : Tensor, int32 [1]
         Becomes 1 if a number was too large, and is left alone otherwise.
     centres : Tensor of the rows' dtype [heads, D], contiguous; None: zeros
     scales : Tensor, float32 [heads, D], contiguous; None: ones
@@ -46,7 +46,7 @@ def round_to_fp8(
         rows=rows.data_ptr(),
         centres=0 if centres is None else centres.data_ptr(),
         scales=0 if scales is None else scales.data_ptr(),
-        cut=cut.data_ptr(),
+        clipped=clipped.data_ptr(),
         rounded=rounded.data_ptr(),
         head_stride=rows.stride(0),
         token_stride=rows.stride(1),

@@ -221,6 +221,10 @@ def _without(*names: str) -> Any:
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
+def _gates(tensors: Tensors) -> int:
+    return len(tensors[_GATE if _GATE in tensors else _Q])  # of a mixture any number
+
+
 _Q, _GATE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.gate_proj.weight"
 _FAULTS: dict[str, Any] = {
     "none": lambda tensors: tensors,
@@ -231,7 +235,7 @@ _FAULTS: dict[str, Any] = {
     "stray": lambda tensors: tensors | {"model.layers.0.self_attn.sinks": torch.ones(4)},
     "stray layer": lambda tensors: tensors | {f"model.layers.{LAYERS}.mlp.up_proj.weight": torch.ones(4, 4)},
     "stray frequencies": lambda tensors: tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
-    "stray bias": lambda tensors: tensors | {_GATE.replace("weight", "bias"): torch.ones(tensors[_GATE].shape[0])},
+    "stray bias": lambda tensors: tensors | {_GATE.replace("weight", "bias"): torch.ones(_gates(tensors))},
     "short": lambda tensors: tensors | {_Q: tensors[_Q][:-2].contiguous()},
     "transposed": lambda tensors: tensors | {_Q: tensors[_Q].T.contiguous()},
     "without prefix": lambda tensors: {name.removeprefix("model."): tensor for name, tensor in tensors.items()},

@@ -75,7 +75,7 @@ def test_rows_are_rounded_as_by_the_reference(dim: int, kernels: MakeKernels, de
     drawn[0, 0, :3] = torch.tensor([1e30, -1e30, torch.nan])
     centres, scales = torch.randn(heads, dim, device=device).bfloat16(), torch.rand(heads, dim, device=device)
     for given in ((None, None), (centres, None), (None, scales), (centres, scales)):
-        into, cut = (
+        into, clipped = (
             torch.zeros(heads, 512, dim, dtype=FP8, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
@@ -83,12 +83,12 @@ def test_rows_are_rounded_as_by_the_reference(dim: int, kernels: MakeKernels, de
             own,
             drawn[1:].clamp(-400, 400),
             into[1:, :tokens],
-            cut,
+            clipped,
             *(None if one is None else one[1:] for one in given),
         )
-        assert not cut.item()
-        round_to_fp8(own, drawn, into[:, :tokens], cut, *given)
-        assert cut.item()
+        assert not clipped.item()
+        round_to_fp8(own, drawn, into[:, :tokens], clipped, *given)
+        assert clipped.item()
         expected = fp8_rows_reference(drawn, *given)
         assert torch.allclose(into[:, :tokens].float(), expected.float(), rtol=0, atol=0, equal_nan=True)
         assert not into[:, tokens:].float().any()
@@ -141,6 +141,24 @@ def test_a_query_gives_the_same_bits_whatever_the_chunks(
     for borders in ((0, n), (0, 1, 700, 2049, 5000, 8191, 8192, n - 30, n), (0, 8448, n - 1, n)):
         assert torch.equal(read(borders), whole), borders
     assert not torch.equal(attention(queries, keys, values, dim**-0.5), whole), "16 bits"
+
+
+def test_prompts_of_other_lengths_and_long_ones_of_packs(kernels: MakeKernels, device: torch.device) -> None:
+    """A shorter prompt finds the graphs that a longer one has had compiled, and one of a pack is read as alone."""
+    attention, counts = (
+        PromptAttention(kernels("bfloat16", 64, 3), model_of(64, 3), torch.bfloat16, 3000, MOST, fp8=True),
+        [],
+    )
+    queries = torch.randn(12_288, KV_HEADS * 3, 64, device=device).bfloat16().transpose(0, 1)
+    keys, values = rows(device, 12_288, 64), rows(device, 12_288, 64)
+    assert attention.fp8 is not None
+    for n in (12_288, 10_240):
+        attention(queries[:, :n], keys[:, :n], values[:, :n], 0.125, past=attention.fp8_past(MOST))
+        counts.append(len(attention.fp8._graphs))
+    assert counts[0] == counts[1] > 1
+    packed = attention.attend_pack(queries[:, :2900], keys[:, :2900], values[:, :2900], (0, 400, 2900), 0.125)
+    alone = (part[:, 400:2900] for part in (queries, keys, values))
+    assert torch.equal(packed[400:], attention(*alone, scaling=0.125, past=attention.fp8_past(MOST)))
 
 
 @SHAPES
