@@ -149,7 +149,8 @@ class Unit {
                 continue;
             }
             for (int64_t key = 0; key < first; key++) scores[key] = -INFINITE;
-            shrink[r] = soften<typename Words::Number>(scores, ends[r] - start, width, scale_, memory_.softmax[row + r]);
+            shrink[r] =
+                soften<typename Words::Number>(scores, ends[r] - start, width, scale_, memory_.softmax[row + r]);
         }
         multiply<Words>(
             {reinterpret_cast<uint32_t*>(memory_.scores), sizes_.keys, memory_.values, sizes_.channels,

@@ -20,7 +20,7 @@ namespace kvseek {
 struct DeltaStepArguments {
     const void* qkvz;  // Number [batch, 2 keys + 2 values]: queries, keys, values and gates; null: only what was kept
                        // is applied, of the tokens before each request's position
-    const void* ba;        // Number [batch, 2 * value_heads]: write strengths and decays, before their functions
+    const void* ba;    // Number [batch, 2 * value_heads]: write strengths and decays, before their functions
     const void* requests;  // Request [batch]
     const void* weight;    // Number [2 keys + values, kernel], of the convolution
     const void* a_log;     // float [value_heads]
@@ -48,8 +48,9 @@ constexpr int THREADS = 512, ROWS = 32;
 constexpr float LENGTH_EPSILON = 1e-6f;
 
 // What the convolution gives for a channel of a slot at a position, whose input is `given`, or was kept if that is
-// null. Blocks that share a key head write the same to the same places. One of them may be at the end of its draft while
-// another applies the last step's: the ring has room for both, so that each reads what itself or an earlier step wrote.
+// null. Blocks that share a key head write the same to the same places. One of them may be at the end of its draft
+// while another applies the last step's: the ring has room for both, so that each reads what itself or an earlier step
+// wrote.
 __device__ __forceinline__ float convolve(const DeltaStepArguments& a, Number* ring, const Number* given, int position,
                                           int channels, int channel) {
     const Number* weight = static_cast<const Number*>(a.weight) + static_cast<long long>(channel) * a.kernel;
