@@ -18,7 +18,7 @@ from kvseek.core.config import EXTENT_TOKENS, CacheConfig, EngineConfig
 from kvseek.core.errors import ConfigError
 from kvseek.core.extents import extents_for
 from kvseek.core.model_config import ModelConfig
-from kvseek.engine.cache.memory_layout import slot_state_bytes
+from kvseek.engine.cache.memory_layout import part_bytes, slot_state_bytes
 
 GIB = 1 << 30
 SLOT_STRIDE = 4099  # tokens between the beginnings of two slots' texts: no two requests hold the same keys
@@ -69,7 +69,9 @@ class Needs:
         embedding = model.vocab_size * model.hidden_size * apart * itemsize
         rows, weights = row_numbers(model) * itemsize, matrix_bytes(config) + embedding
         states = slot_state_bytes(model, getattr(torch, config.dtype))
-        return cls(weights, rows * window + states, rows * EXTENT_TOKENS, index, form)
+        pairs = len(model.row_layers) * model.num_kv_heads * EXTENT_TOKENS * 2
+        extent = pairs * part_bytes(config.cache, model.head_dim, itemsize)
+        return cls(weights, rows * window + states, extent, index, form)
 
     @classmethod
     def most(cls, needs: Sequence[Needs]) -> Needs:

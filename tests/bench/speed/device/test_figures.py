@@ -112,6 +112,15 @@ def test_quantised_weights_are_those_that_the_builder_stores(precision: str, hea
     assert needs.weights == matrices, "scales of groups count"
 
 
+def test_rows_in_8_bits_need_half_the_memory() -> None:
+    wide = config_for(TINY, "full", 1, 1)
+    narrow = dataclasses.replace(wide, cache=dataclasses.replace(wide.cache, row_dtype="int8"))
+    needs = [Needs.of(config, 2, IndexNeeds()) for config in (wide, narrow)]
+    assert needs[0].row_extent == 1024 * 2 * row_numbers(TINY)
+    assert needs[1].row_extent == 1024 * (row_numbers(TINY) + 2 * row_numbers(TINY) // TINY.head_dim), "and scales"
+    assert needs[0].window_slot == needs[1].window_slot, "windows have 16 bits"
+
+
 def test_random_weights_are_what_a_decoder_reads() -> None:
     config = dataclasses.replace(config_for(TINY, "full", 1, 1), dtype="float32")
     weights = make_weights(config, CPU, 0)
