@@ -8,7 +8,7 @@ from typing import Any
 
 from kvseek.bench.variants import parse_variants
 
-from .results import CHUNKS, FP8, METHODS, NEEDLE, SPARSE, K, Results, Rows, Tables, one
+from .results import ALSO_SPARSE, CHUNKS, FP8, METHODS, NEEDLE, SPARSE, K, Results, Rows, Tables, one
 
 TASKS = {  # of the suite needle, and their headings
     "niah_single": "single",
@@ -56,7 +56,7 @@ def sparse_answers(results: Results) -> Rows:
     lengths = (32 * K, 130_048)
     yield ("", *(f"{length:,} tokens" for length in lengths))
     wide = [f"{method}{SPARSE}{chunks}" for chunks in ("", CHUNKS) for method in ("full", "pariskv")]
-    for engine in ("full", *wide, f"full{FP8}", f"full{FP8}{SPARSE.replace(':', ',')}{CHUNKS}"):
+    for engine in ("full", *wide, f"full{FP8}", f"full{FP8}{ALSO_SPARSE}{CHUNKS}"):
         found = [[c for c in cells if (c["engine"], c["length"]) == (engine, length)] for length in lengths]
         yield (f"`{engine}`", *(_answers(some) if some else "" for some in found))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .answers import counted
-from .results import CHUNKS, SPARSE, K, Results, Rows, Tables, one
+from .results import ALSO_SPARSE, CHUNKS, SPARSE, K, Results, Rows, Tables, one
 
 WITH_WEIGHTS = ":weight_only_precision=fp8,prefill_precision=fp8"
 PROMPTS = (
@@ -15,8 +15,8 @@ PROMPTS = (
     ("prefill-sparse-h200", "full" + SPARSE + ",block_sparse.samples=8"),
     ("prefill-chunks-h200", "full" + SPARSE + CHUNKS),
     ("prefill-fp8-h200", "full" + WITH_WEIGHTS),
-    ("prefill-fp8-h200", "full" + WITH_WEIGHTS + SPARSE.replace(":", ",") + CHUNKS),
-    ("prefill-fp8-h200", "full" + WITH_WEIGHTS + SPARSE.replace(":", ",") + CHUNKS + ",block_sparse.query_block=256"),
+    ("prefill-fp8-h200", "full" + WITH_WEIGHTS + ALSO_SPARSE + CHUNKS),
+    ("prefill-fp8-h200", "full" + WITH_WEIGHTS + ALSO_SPARSE + CHUNKS + ",block_sparse.query_block=256"),
 )
 PROMPT_TOKENS = (32 * K, 128 * K, 512 * K)
 
@@ -28,9 +28,8 @@ def prompts(results: Results) -> Rows:
         for tokens in PROMPT_TOKENS:
             longest = tokens == PROMPT_TOKENS[-1]
             entries = results("prefill-sparse-512k-h200" if longest else name)["results"]
-            found = [entry for entry in entries if (entry["method"], entry["tokens"]) == (method, tokens)]
-            baseline = [entry for entry in entries if (entry["method"], entry["tokens"]) == ("full", tokens)]
-            cells.append(prompt_time(found[0], baseline[0]) if found else "")
+            found = {entry["method"]: entry for entry in entries if entry["tokens"] == tokens}
+            cells.append(prompt_time(found[method], found["full"]) if method in found else "")
         yield (f"`{method}`", *cells)
 
 

@@ -15,6 +15,7 @@ K, M = 1 << 10, 1 << 20
 METHODS = ("full", "nested", "pariskv", "prkv", "clusterkv", "ctkvr")
 INT8 = "nested:weight_only_precision=int8"
 SPARSE = ":prefill_attention=block_sparse"
+ALSO_SPARSE = SPARSE.replace(":", ",")  # behind other fields
 CHUNKS = ",prefill_chunk_tokens=4096"
 FP8 = ":prefill_precision=fp8"
 NEEDLE = ("needle-gpu-32k-layers-together", "needle-h100-128k-layers-together")

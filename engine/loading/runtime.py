@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvseek.core.config import EngineConfig
 from kvseek.core.cuda import CudaKernels
-from kvseek.core.errors import require
 from kvseek.engine.cache.memory_layout import Footprint
 from kvseek.engine.draws.compiled import CompiledDraws
 from kvseek.engine.model.cuda.products import KernelProducts
@@ -73,15 +72,11 @@ def device_products(config: EngineConfig, kernels: CudaKernels, ranks: DeviceRan
     else:
         # The same for all short chunks, so that engines with chunks of other lengths compute the same rows.
         chunk = max(config.prefill_chunk_tokens, SHORTEST_BLOCK)
-        fp8 = config.prefill_precision == "fp8"
-        capability = torch.cuda.get_device_capability(kernels.device)
-        limit, remedy = "'none' on a GPU of compute capability below 9.0", "leave it out"
-        require(not fp8 or capability >= (9, 0), "prefill_precision", config.prefill_precision, limit, remedy)
         mixtures = config.model.experts
         experts = None if mixtures is None else expert_kernels(config, kernels, mixtures)
         rows = logits_at_once(config.model)
         # Weights of other forms have no products in FP8.
-        fp8_prompts = fp8 and config.weight_only_precision == "fp8"
+        fp8_prompts = config.prefill_precision == config.weight_only_precision == "fp8"
         products = KernelProducts(few, chunk, rows, fp8_prompts=fp8_prompts, experts=experts)
     if ranks is None:
         return products

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvseek.core.config import KEY_BLOCK
 from kvseek.core.streams import to_device
 
-from .fp8_attention import Fp8Attention, Fp8Past
+from .fp8_attention import Fp8Past
 from .library_attention import OCCUPYING_QUERIES, cudnn_attention, flash_attention
 from .prompt_windows import LSE_ELEMENTS, Blocks, cut_blocks, floor_power_of_two, power_of_two
 from .reference import BlockAttention, CausalAttention
@@ -162,10 +162,9 @@ class BlockSparseAttention:
             return dense(queries, keys, values, scaling)
         past, first, last = blocks * KEY_BLOCK, keys.shape[1] - q, keys.shape[1] - q + sparse
         asking, mass_of_blocks = queries[:, :sparse], self._mass
-        if fp8 is not None and self._together is not None and self._together.fp8 is not None:
+        if fp8 is not None:
             fp8.extend(keys, values, past)
-            attend = partial(attend_by_fp8, self._together.fp8, fp8)
-            mass_of_blocks = partial(block_mass_by_attention, attend=attend)
+            mass_of_blocks = partial(block_mass_by_attention, attend=partial(attend_by_fp8, fp8))
         mass = mass_of_blocks(sample(asking, keys.shape[0], self._size, self._samples), keys[:, :past], scaling)
         again = repeated.blocks(first, last, self._size, blocks, self._repeated)
         chosen = choose(mass, self._count, again).transpose(0, 1)
@@ -313,13 +312,7 @@ def attend_by_cudnn(
 
 
 def attend_by_fp8(
-    attention: Fp8Attention,
-    past: Fp8Past,
-    queries: Tensor,
-    keys: Tensor,
-    blocks: Blocks,
-    values: Tensor,
-    scaling: float,
+    past: Fp8Past, queries: Tensor, keys: Tensor, blocks: Blocks, values: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Attend in FP8 to whole pieces, in numbers that are powers of two, and to a shorter one by flash attention; see Attend.
 
@@ -335,7 +328,7 @@ def attend_by_fp8(
         number = min(PIECES_TOGETHER, floor_power_of_two(left))
         pieces = cut_blocks(past.keys, Blocks(start, number, size))
         shape = (number, len(keys), -1, -1)
-        shares, lse = attention(rows.expand(shape), pieces, names.expand(shape), scaling)
+        shares, lse = past.attention(rows.expand(shape), pieces, names.expand(shape), scaling)
         found.append((shares.float() / NAMED, lse))
         start, left = start + number * size, left - number
     shares, lse = (torch.cat(parts) for parts in zip(*found, strict=True))

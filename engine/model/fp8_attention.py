@@ -27,22 +27,9 @@ from .prompt_windows import SHORTEST_BLOCK
 LARGEST_EXPONENT = 5  # the first rows' largest number becomes 16 to 32: those behind may be 14 times as large
 PROBABILITY_SCALE = 256.0  # of probabilities, at most 1: larger ones of e4m3 are normal numbers down to 2^-14
 # Tensors of a graph, by number.
-NAMES = (
-    "q",
-    "k",
-    "v",
-    "descale_q",
-    "descale_k",
-    "descale_v",
-    "descale_s",
-    "scale_s",
-    "scale_o",
-    "o",
-    "stats",
-    "amax_s",
-    "amax_o",
-)
-UIDS = {name: number for number, name in enumerate(NAMES, start=1)}
+FACTORS = "descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"
+MADE = "o", "stats", "amax_s", "amax_o"
+UIDS = {name: number for number, name in enumerate((*"qkv", *FACTORS, *MADE), start=1)}
 REMEDY = "pip install 'kvseek[cuda]', or build without --prefill_precision"
 
 logger = logging.getLogger(__name__)
@@ -53,8 +40,8 @@ class Fp8Past:
 
     Parameters
     ----------
-    clipped : Tensor, int32 [1]
-        Becomes 1 if a number is too large for FP8.
+    attention : Fp8Attention
+        What reads them, and is told of numbers too large for FP8.
     spacing : int
         Tokens from a KV head's rows to the next one's, at least the prompt's: few numbers, as cuDNN compiles for each.
 
@@ -74,9 +61,10 @@ class Fp8Past:
     value_scales: Tensor
 
     def __init__(
-        self, kernels: CudaKernels, clipped: Tensor, kv_heads: int, group: int, spacing: int, dim: int
+        self, kernels: CudaKernels, attention: Fp8Attention, kv_heads: int, group: int, spacing: int, dim: int
     ) -> None:
-        self._kernels, self._clipped, self._group, self._shape = kernels, clipped, group, (kv_heads, spacing, dim)
+        self._kernels, self.attention, self._clipped = kernels, attention, attention.clipped
+        self._group, self._shape = group, (kv_heads, spacing, dim)
         self._scales: tuple[Tensor, Tensor] | None = None
         self._rounded = 0  # tokens that are
 
@@ -219,11 +207,10 @@ class Fp8Attention:
             return graph.tensor(name=name, dim=dim, stride=stride, data_type=dtype).set_uid(UIDS[name])
 
         rows = {name: given(name, one, fp8) for name, one in zip("qkv", tensors, strict=False)}
-        names = "descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"
-        factors = {name: given(name, self._one, float32) for name in names}
+        factors = {name: given(name, self._one, float32) for name in FACTORS}
         made = graph.sdpa_fp8(**rows, **factors, attn_scale=scaling, generate_stats=True, use_causal_mask=False)
         like = tensors[3], tensors[4], self._one, self._one
-        for name, found, one in zip(("o", "stats", "amax_s", "amax_o"), made, like, strict=True):
+        for name, found, one in zip(MADE, made, like, strict=True):
             found.set_output(True).set_uid(UIDS[name]).set_dim(list(one.shape)).set_stride(list(one.stride()))
             found.set_data_type(fp8 if name == "o" else float32)
         try:

@@ -152,7 +152,7 @@ class PromptAttention:
                 parts = [attend_blocks(copies, keys, values, blocks, scaling) for blocks in calls]
             else:
                 past.extend(keys, values, base)
-                parts = self._attend_fp8(past.rounded(own, filled), past, calls, scaling)
+                parts = attend_rounded(past.rounded(own, filled), past, calls, scaling)
                 window_keys = past.centred(window_keys)
             parts.append(attend_window(own, window_keys, values[:, base:stop], scaling))
             merge(self._kernels, parts, out[kept])
@@ -163,19 +163,7 @@ class PromptAttention:
         if self.fp8 is None:
             return None
         model = self._model
-        return Fp8Past(self._kernels, self.fp8.clipped, model.num_kv_heads, model.group_size, spacing, model.head_dim)
-
-    def _attend_fp8(
-        self, queries: Tensor, past: Fp8Past, calls: Sequence[Blocks], scaling: float
-    ) -> list[PartialAttention]:
-        """Attend from rounded queries [H, q, D] to blocks of what has been rounded."""
-        assert self.fp8 is not None, "somebody has made `past`"
-        found = list[PartialAttention]()
-        for blocks in calls:
-            read_keys, read_values = (cut_blocks(part, blocks) for part in (past.keys, past.values))
-            output, lse = self.fp8(queries.expand(blocks.number, -1, -1, -1), read_keys, read_values, scaling)
-            found.append(PartialAttention(output, lse, past.value_scales))
-        return found
+        return Fp8Past(self._kernels, self.fp8, model.num_kv_heads, model.group_size, spacing, model.head_dim)
 
     def attend_pack(
         self,
@@ -222,8 +210,6 @@ class PromptAttention:
         Keys begin at a multiple of the flash kernel's blocks, so that these are the same however a prompt is cut.
         """
         if self.dtype is torch.float32:
-            if len(borders) == 2:
-                return windowed_attention(queries, keys, values, scaling, window)
             spans = [slice(*span) for span in pairwise(borders)]
             each = [(queries[:, span], keys[:, span], values[:, span]) for span in spans]
             return torch.cat([windowed_attention(*one, scaling, window) for one in each])
@@ -269,8 +255,8 @@ class PromptAttention:
         """
         heads, q, dim = queries.shape
         blocks, scales = in_blocks(queries, size), None
-        if past is not None and self.fp8 is not None:
-            output, lse = self.fp8(past.rounded_blocks(blocks), *chosen, scaling)
+        if past is not None:
+            output, lse = past.attention(past.rounded_blocks(blocks), *chosen, scaling)
             scales, own = past.value_scales, (past.centred(own[0]), own[1])
         else:
             by_cudnn = self.refusal is None and blocks.shape[2] >= OCCUPYING_QUERIES
@@ -389,6 +375,16 @@ def attend_blocks(copies: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, 
     """
     own_keys, own_values = (cut_blocks(part, blocks) for part in (keys, values))
     return PartialAttention(*cudnn_attention(copies[: blocks.number], own_keys, own_values, scaling))
+
+
+def attend_rounded(queries: Tensor, past: Fp8Past, calls: Sequence[Blocks], scaling: float) -> list[PartialAttention]:
+    """Attend in FP8 to all of each block of what has been rounded: rounded queries [H, q, D]."""
+    found = list[PartialAttention]()
+    for blocks in calls:
+        keys, values = (cut_blocks(part, blocks) for part in (past.keys, past.values))
+        output, lse = past.attention(queries.expand(blocks.number, -1, -1, -1), keys, values, scaling)
+        found.append(PartialAttention(output, lse, past.value_scales))
+    return found
 
 
 def attend_window(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> PartialAttention:

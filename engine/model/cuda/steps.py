@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvseek.core.batch import Batch, RequestState, bucket_of, buckets_for, pack
 from kvseek.core.cuda import CudaKernels
+from kvseek.core.errors import require
 from kvseek.core.rope import Rotation
 from kvseek.core.streams import HostCopy, to_device, wait_for_stream, wait_on_error
 from kvseek.engine.draws.sampling import Drawn, Draws, Launched, Sampler, Verification, draw_once, sampled
@@ -402,4 +403,8 @@ def prompt_attention(retrieval: Retrieval, kernels: CudaKernels) -> PromptAttent
     config = retrieval.config
     sizes = config.prefill_chunk_tokens, config.max_input_len
     fp8 = config.prefill_precision == "fp8"
+    if fp8:
+        capability = torch.cuda.get_device_capability(kernels.device)
+        limit, remedy = "'none' on a GPU of compute capability below 9.0", "leave it out"
+        require(capability >= (9, 0), "prefill_precision", config.prefill_precision, limit, remedy)
     return PromptAttention(kernels, config.model, retrieval.cache.window.dtype, *sizes, fp8)

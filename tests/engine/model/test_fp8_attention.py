@@ -45,7 +45,7 @@ def make_past(monkeypatch: pytest.MonkeyPatch) -> MakePast:
         into.copy_(fp8_rows_reference(rows, *factors))
 
     monkeypatch.setattr(fp8_attention, "round_to_fp8", round_rows)
-    return lambda tokens: Fp8Past(KERNELS, torch.zeros(1), KV_HEADS, GROUP, tokens, DIM)
+    return lambda tokens: Fp8Past(KERNELS, Fp8ByTorch(), KV_HEADS, GROUP, tokens, DIM)
 
 
 @pytest.fixture

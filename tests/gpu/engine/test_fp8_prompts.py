@@ -181,7 +181,7 @@ def test_sparse_prompts_choose_and_attend_in_fp8(
     assert attention.fp8 is not None
     rounded.extend(keys, values, past)
     samples = sample(queries, KV_HEADS, 512, 32)
-    attend = partial(attend_by_fp8, attention.fp8, rounded)
+    attend = partial(attend_by_fp8, rounded)
     mass = block_mass_by_attention(samples, keys[:, :past], dim**-0.5, attend)
     assert error(mass, block_mass(samples, keys[:, :past], dim**-0.5)) < TOLERANCE
     one = dataclasses.replace(config, block_sparse=BlockSparseConfig(budget=past - 64, dense_tail=100))
